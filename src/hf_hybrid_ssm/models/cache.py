@@ -82,6 +82,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.seen_tokens: int | torch.Tensor = 0
         self.is_torn = False  # its states are being replaced: they belong to no number of tokens
         self.record_past = False
+        self.is_of_assistant = False  # see `let_assistant_forget`
         self.history: list[_RecordedForward] = []
         # runs a recomputation where the weights are; see `hf_hybrid_ssm.models.sharded_rollback`
         self.gathering: Callable[[Recompute, PackedRows], States] = _in_place
@@ -180,7 +181,8 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, then drop the recording. The tokens must lie within it."""
+        """Forget the last `-tokens_to_remove` tokens, then drop the recording. The tokens must lie within it: an
+        assistant's layer forgets all where they do not."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be negative: the number of tokens to remove.")
         if not self.record_past:
@@ -189,6 +191,9 @@ class RecurrentStateLayer(CacheLayerMixin):
                 "may have to be undone."
             )
         recorded = sum(forward.rows.length for forward in self.history)
+        if -tokens_to_remove > recorded and self.is_of_assistant:
+            self.reset()
+            return
         if -tokens_to_remove > recorded:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} goes {-tokens_to_remove - recorded} tokens beyond the recorded "
@@ -397,6 +402,22 @@ def served_keys(cache: Cache, index: int) -> ServedKeys | None:
 def holds_states(cache: Cache | None) -> bool:
     """Whether some layer has a state, which cannot be hidden from later tokens as keys and values can."""
     return any(map(is_recurrent_state_layer, getattr(cache, "layers", ())))
+
+
+def let_assistant_forget(cache: Cache) -> None:
+    """Mark the cache of a model that drafts for another (assisted generation), and is given the whole text each time.
+
+    A target with another tokenizer may spell the last words anew, and go back further than to the round before.
+    """
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if is_recurrent_state_layer(layer):
+            layer.is_of_assistant = True
+
+
+def has_forgotten(cache: Cache | None) -> bool:
+    """Whether an assistant's cache had to forget all: its text is to be read with a new one."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    return any(is_recurrent_state_layer(x) and x.is_of_assistant and not x.is_initialized for x in layers)
 
 
 def carry_segment(cache: Cache, begins: torch.Tensor) -> None:

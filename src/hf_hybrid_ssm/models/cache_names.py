@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationConfig, GenerationMixin
 from transformers.generation import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -26,6 +26,8 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
     SequenceClassifierOutputWithPast,
 )
+
+from hf_hybrid_ssm.models.cache import has_forgotten, let_assistant_forget
 
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24) else OLD
@@ -187,6 +189,16 @@ class GenerationByBothCacheNames:
         inputs = super().prepare_inputs_for_generation(input_ids, **options)  # type: ignore[misc]
         inputs |= {OLD: inputs[CACHE]} if CACHE in inputs else {}
         return inputs | self._inputs_of_iteration(bool(is_first_iteration))
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """As in transformers; an assistant's cache may forget, and then a new one takes its place."""
+        if generation_config.is_assistant and has_forgotten(model_kwargs.get(CACHE)):
+            del model_kwargs[CACHE]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if generation_config.is_assistant and CACHE in model_kwargs:
+            let_assistant_forget(model_kwargs[CACHE])
 
     def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
         """Arguments of the forward that transformers does not know."""
