@@ -53,7 +53,7 @@ class ReportArguments:
     windowed: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata={"help": "name: keep and keep_by of choose_layers; the teacher is masked so"}
     )
-    students: dict[str, Any] = field(
+    students: dict[str, str | dict[str, Any]] = field(
         default_factory=dict,
         metadata={"help": "name: a checkpoint, a delta of this teacher, or the arguments of upcycle()"},
     )

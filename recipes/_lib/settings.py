@@ -6,7 +6,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from hf_hybrid_ssm.cli.settings import check_settings_known, setting_pairs, starts_with_pair
+from hf_hybrid_ssm.cli.settings import check_settings_known, closest, setting_pairs, starts_with_pair
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, which has no dot, as text
 
@@ -40,9 +40,12 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
         print(usage)
         raise SystemExit(0)
     is_pair = starts_with_pair(arguments)
-    settings = {} if is_pair else _of_file(Path(arguments[0]))
-    for key, value in setting_pairs(arguments[0 if is_pair else 1 :]):
-        _set(settings, key, _value(value, f"{key}={value}"))
+    settings = {} if is_pair else _of_file(arguments[0])
+    kinds = {field.name: kind for cls in classes for field, kind in _kinds(cls)}
+    for key, text in setting_pairs(arguments[0 if is_pair else 1 :]):
+        value = _value(text, f"{key}={text}")
+        setting, dot, path = key.partition(".")
+        settings[setting] = _with(settings.get(setting), path, value, kinds.get(setting), key) if dot else value
     if "gradient_checkpointing" not in settings and "activation_checkpointing" in settings:
         _rename_for_older_transformers(settings, classes)
     known = {field.name for cls in classes for field in fields(cls) if field.init}
@@ -69,11 +72,11 @@ def command_of(recipe: str) -> str:
     return f"hf-hybrid-ssm recipe {recipe.removesuffix('.py')}" if is_installed else f"python recipes/{recipe}"
 
 
-def _of_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is neither a YAML file of settings nor a pair key=value.")
+def _of_file(path: str) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path!r} is neither a YAML file of settings nor a pair key=value.")
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(settings, dict):
@@ -88,14 +91,19 @@ def _rename_for_older_transformers(settings: dict, classes: Sequence[type]) -> N
         settings["gradient_checkpointing"] = settings.pop("activation_checkpointing")
 
 
+def _kinds(cls: type) -> list[tuple[Field, Any]]:
+    """The fields of a dataclass and their types."""
+    kinds = get_type_hints(cls)
+    return [(field, kinds[field.name]) for field in fields(cls)]
+
+
 def _as_lists(cls: type, settings: dict[str, Any]) -> None:
     """Where a field holds a list: `files=own.txt` is `files=[own.txt]`, and null the empty list."""
-    kinds = get_type_hints(cls)
-    for field in fields(cls):
+    for field, kind in _kinds(cls):
         value = settings.get(field.name)
-        if field.name not in settings or get_origin(kinds[field.name]) is not list or isinstance(value, list):
+        if field.name not in settings or get_origin(kind) is not list or isinstance(value, list):
             continue
-        (inner,) = get_args(kinds[field.name])
+        (inner,) = get_args(kind)
         if value is None:
             settings[field.name] = []
         elif _fits(value, inner) and not isinstance(value, dict):
@@ -104,15 +112,14 @@ def _as_lists(cls: type, settings: dict[str, Any]) -> None:
 
 def _check_types(cls: type, settings: dict[str, Any]) -> None:
     """Each given value is of its field's type, and what has no default is given."""
-    kinds = get_type_hints(cls)
-    for field in fields(cls):
+    for field, kind in _kinds(cls):
         if not field.init:
             continue
         if field.name not in settings:
             if field.default is MISSING and field.default_factory is MISSING:
                 raise ValueError(f"{field.name} is missing: {field.metadata.get('help', 'it has no default')}.")
-        elif not _fits(settings[field.name], kinds[field.name]):
-            value, wanted = settings[field.name], _name(kinds[field.name])
+        elif not _fits(settings[field.name], kind):
+            value, wanted = settings[field.name], _name(kind)
             raise ValueError(f"{field.name}={value!r} is of type {type(value).__name__}, not {wanted}.")
 
 
@@ -176,15 +183,43 @@ def _value(text: str, pair: str) -> Any:
         raise ValueError(f"{pair!r}: the value is not YAML; quote it, or close its brackets.") from None
 
 
-def _set(settings: dict, key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for name in path:
-        if settings.get(name) is None:
-            settings[name] = {}
-        settings = settings[name]
-        if not isinstance(settings, dict):
-            raise ValueError(f"{key}: {name} is {settings!r}, which has no fields.")
-    settings[last] = value
+def _with(given: Any, path: str, value: Any, kind: Any, key: str) -> dict[str, Any]:
+    """A mapping with one more value at the end of `path`, of names with dots between them.
+
+    The keys of a mapping to values of one kind, such as `dict[str, dict[str, Any]]`, are names that the user gave.
+    They may hold anything, dots too, and a field of a name that is not there does not make it.
+
+    Args:
+        kind: the declared type of the mapping, or Any.
+        key: the whole key, for messages.
+    """
+    mapping = {} if given is None else given
+    parent = key[: len(key) - len(path) - 1]
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{key}: {parent} is {mapping!r}, which has no fields.")
+    entries = _entries(kind)
+    are_mappings = entries is Any or _mapping(entries) is not None
+    known = [name for name in mapping if f"{path}.".startswith(f"{name}.")]
+    name = max(known, key=len, default=path.partition(".")[0] if are_mappings else path)
+    if name == path:
+        return mapping | {name: value}
+    rest = path[len(name) + 1 :]
+    if entries is not Any and not known:
+        says = f"{parent} has no {name!r}{closest(name, map(str, mapping))}"
+        raise ValueError(f"{key}: {says} {parent}.NAME=VALUE makes one.")
+    return mapping | {name: _with(mapping.get(name), rest, value, entries, key)}
+
+
+def _mapping(kind: Any) -> Any:
+    """The `dict[...]` of a declared type, or None."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return next((each for each in kinds if get_origin(each) is dict), None)
+
+
+def _entries(kind: Any) -> Any:
+    """The declared type of a mapping's values; Any where it says none."""
+    mapping = _mapping(kind)
+    return Any if mapping is None else get_args(mapping)[1]
 
 
 def _expand(value: Any) -> Any:

@@ -70,13 +70,30 @@ def test_it_runs_from_an_installed_package(installed, capsys):
 def test_a_recipe_that_is_not_there(capsys):
     with pytest.raises(SystemExit) as end:
         main(["recipe", "pretrain_cl"])
-    assert end.value.code == 2 and "did you mean pretrain_clm?" in capsys.readouterr().err
+    assert end.value.code == 2 and "did you mean 'pretrain_clm'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given, meant", [("pretrain_cml", "pretrain_clm"), ("pretrain_mml", "pretrain_mlm")])
+def test_letters_in_another_order_are_the_same_name(given, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["recipe", given])
+    assert f"there is no recipe {given!r}, did you mean {meant!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, meant", [("upcylce", "'upcycle'"), ("generat", "'generate'"), ("recip", "'recipes' or 'recipe'")]
+)
+def test_a_command_that_is_not_there(given, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([given])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: there is no command {given!r}, did you mean {meant}?\n")
 
 
 def test_all_recipes_that_begin_so_are_named(capsys):
     with pytest.raises(SystemExit):
         main(["recipe", "pretrain"])
-    assert "did you mean pretrain_clm or pretrain_mlm or pretrain_seq2seq?" in capsys.readouterr().err
+    assert "did you mean 'pretrain_clm' or 'pretrain_mlm' or 'pretrain_seq2seq'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -10,7 +10,7 @@ from _lib.settings import filled, read_settings
 from _lib.training import write_json
 from transformers import TrainingArguments
 
-from hf_hybrid_ssm.cli.settings import setting_pairs
+from hf_hybrid_ssm.cli.settings import as_flags, setting_pairs
 
 
 @dataclass
@@ -121,6 +121,63 @@ def test_flags_are_settings_too(read, pairs):
 def test_flags_without_values_are_true_and_negative_numbers_are_values():
     pairs = setting_pairs(["--overwrite", "--size", "-3", "--bf16", "a=b"])
     assert pairs == [("overwrite", "true"), ("size", "-3"), ("bf16", "true"), ("a", "b")]
+
+
+@dataclass
+class Named:
+    """Mappings whose keys are names."""
+
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    families: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    students: dict[str, str | dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    grid: dict[str, list] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+
+
+NAMES = ["LMU-ISA with attention", "GPT-2, two layers", "Llama 3.2 1B", "Llama 3", "BST SH:S4", "its 'own'", "a_b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_stay_as_they_are(name, tmp_path):
+    path = tmp_path / "settings.yaml"
+    others = {other: {"rate": 1, "config": {"size": 2}} for other in NAMES}
+    path.write_text(json.dumps({"variants": others, "families": {"x-y": others}, "students": others}))
+    pairs = [f"--variants.{name}.rate=0.5", f"variants.{name}.config.size=3", f"models.{name}=folder/x=y"]
+    pairs += [f"families.x-y.{name}.rate=0.5", f"students.{name}=FOLDER", f"grid.{name}=[1]", "--base.rate", "3"]
+    (read,) = read_settings("some.py", (Named,), [str(path), *pairs])
+    assert read.variants == others | {name: {"rate": 0.5, "config": {"size": 3}}}
+    assert read.families == {"x-y": others | {name: {"rate": 0.5, "config": {"size": 2}}}}
+    assert read.students == others | {name: "FOLDER"} and read.models == {name: "folder/x=y"}
+    assert read.grid == {name: [1]} and read.base == {"rate": 3}
+    # after a flag without a value, too
+    assert setting_pairs(["--overwrite", *pairs[:1]]) == [("overwrite", "true"), (f"variants.{name}.rate", "0.5")]
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ("variants.LMU_ISA.rate=3", r"variants has no 'LMU_ISA', did you mean 'LMU-ISA'\? variants\.NAME=VALUE makes"),
+        ("families.small.LMU_ISA.rate=3", r"families\.small has no 'LMU_ISA', did you mean 'LMU-ISA'"),
+        ("students.LMU ISA.keep=3", r"students has no 'LMU ISA', did you mean 'LMU-ISA'"),
+        ("variants.other.rate=3", r"variants\.other\.rate: variants has no 'other'\. variants\.NAME=VALUE"),
+        ("variants.LMU-ISA.rate.x=3", r"variants\.LMU-ISA\.rate is 1, which has no fields"),
+    ],
+)
+def test_a_field_of_an_unknown_name_is_refused(pair, says, tmp_path):
+    path, known = tmp_path / "settings.yaml", {"LMU-ISA": {"rate": 1}}
+    path.write_text(json.dumps({"variants": known, "families": {"small": known}, "students": known}))
+    with pytest.raises(ValueError, match=says):
+        read_settings("some.py", (Named,), [str(path), pair])
+    (read,) = read_settings("some.py", (Named,), [str(path), "variants.new=a: 1", "variants.new.rate=3"])
+    assert read.variants == known | {"new": {"a": 1, "rate": 3}}
+
+
+def test_a_long_first_pair_is_no_file(read):
+    long = "config={" + ", ".join(f"name_{number}: {number}" for number in range(60)) + "}"
+    assert len(long) > 300 and "/" not in long
+    assert len(read_settings("some.py", (First, Second), [long])[0].config) == 60
+    assert as_flags([long]) == [f"--{long}"]
 
 
 def test_an_unknown_key_is_named_with_what_may_have_been_meant(read):

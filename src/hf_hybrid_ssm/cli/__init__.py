@@ -6,6 +6,7 @@ import sys
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.cli.errors import EXPECTED, print_what_can_be_shown, status_of
+from hf_hybrid_ssm.cli.settings import closest
 from hf_hybrid_ssm.cli.threads import share_processors
 
 TASKS = {
@@ -67,13 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0; 1 after an error that was printed; 130 after Ctrl-C. argparse exits with 2.
     """
     parser = build_parser()
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
         parser.print_help()
         return 0
     args = parser.parse_args(arguments)
+    if args.command not in COMMANDS:
+        parser.error(f"there is no command {args.command!r}{closest(args.command, COMMANDS)}")
     share_processors()
 
     def run() -> int:

@@ -10,14 +10,13 @@ Examples:
 """
 
 import argparse
-import difflib
-from collections.abc import Iterable
+from os.path import isfile
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import parser_of
 from hf_hybrid_ssm.cli.recipe_fields import setting_names
 from hf_hybrid_ssm.cli.run import run_file
-from hf_hybrid_ssm.cli.settings import check_settings_known, setting_pairs, starts_with_pair
+from hf_hybrid_ssm.cli.settings import check_settings_known, closest, setting_pairs, starts_with_pair
 from hf_hybrid_ssm.extras import install_command, missing_modules
 
 EXTRAS = {"sft": ("train", "sft"), "lm_eval_table": ("train", "eval"), "demo": ("train", "eval")}
@@ -51,10 +50,10 @@ def config_names() -> list[str]:
 
 def settings_file(name: str) -> str:
     """The path of a settings file: one of the user's own, or one of `config_names()`."""
-    if Path(name).is_file():
+    if isfile(name):
         return name
     known = recipes_folder() / "configs" / f"{name.removesuffix('.yaml')}.yaml"
-    return str(known) if known.is_file() else name
+    return str(known) if isfile(known) else name
 
 
 def run_recipe(name: str, arguments: list[str]) -> int:
@@ -70,13 +69,6 @@ def run_recipe(name: str, arguments: list[str]) -> int:
         if error.name is None or error.name.partition(".")[0] not in missing_modules(*extras):
             raise
         raise SystemExit(f"{error.name} is not installed; this recipe needs: {install_command(*extras)}") from None
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant, as the end of a sentence: all that begin so, or else the nearest."""
-    known = list(known)
-    candidates = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {' or '.join(candidates)}?" if candidates else "."
 
 
 def build_parser() -> argparse.ArgumentParser:
