@@ -16,7 +16,8 @@ TASKS = {
         "upcycle": "turn a pretrained transformer into a hybrid, and measure it",
     },
     "use a model": {
-        "generate": "continue a text with a checkpoint",
+        "generate": "continue a text, or answer it, with a checkpoint",
+        "chat": "talk with a checkpoint that has a chat template",
         "read": "read a text once, and save the state after it to a file",
         "eval": "score checkpoints with lm-eval",
     },

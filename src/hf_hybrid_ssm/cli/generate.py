@@ -1,90 +1,76 @@
-"""Continue a text with a checkpoint, word by word as it is generated.
+"""Continue a text with a checkpoint, or answer it, word by word as it is generated.
 
-Greedy, unless the folder's generation_config.json says otherwise; with a sampling option, tokens are drawn. The
-prompt gets the special tokens that the tokenizer itself adds, and no others. No code of the folder is executed.
+A folder with a chat template answers: the prompt is put into the template as a user's message, unless --raw is given.
+Greedy, unless the folder's generation_config.json says otherwise; with a sampling option, tokens are drawn. Without a
+template the prompt gets the special tokens that the tokenizer itself adds, and no others. No code of the folder is
+executed.
 
 Examples:
-    hf-hybrid-ssm generate FOLDER --prompt "It was a dark and" --max-new-tokens 100
+    hf-hybrid-ssm generate FOLDER "It was a dark and" --max-new-tokens 100
+    hf-hybrid-ssm generate FOLDER "What is the capital of France?"
     hf-hybrid-ssm generate FOLDER --temperature 0.8 --top-p 0.95 < prompt.txt
-    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
+    hf-hybrid-ssm generate FOLDER "And then" --context book.safetensors
 """
 
 import argparse
 import json
 import sys
-import time
-from typing import Any
 
+from hf_hybrid_ssm.cli.generation import (
+    add_generation,
+    answered,
+    inputs_of,
+    inputs_of_conversation,
+    options_of,
+    say_why_empty,
+    utf8_text,
+)
 from hf_hybrid_ssm.cli.loading import defect_of_device, load
 from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
 from hf_hybrid_ssm.cli.read import continued
 
-SAMPLING = ("temperature", "top_p", "top_k")
-
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if args.text is not None and args.prompt is not None:
+        parser.error("TEXT and --prompt are the same: give one of them")
     if is_path(args.model):
         check_is_folder(args.model)
-    prompt = text_of(args.prompt)
-    import torch
-    from transformers import TextStreamer, set_seed
+    prompt = text_of(args.prompt if args.text is None else args.text)
+    from transformers import set_seed
 
     if reason := defect_of_device(args.device):
         parser.error(f"argument --device: {args.device!r} {reason}")
     tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
     if args.seed is not None:
         set_seed(args.seed)
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
-    if args.context is None:
-        inputs = inputs_of(tokenizer, prompt).to(model.device)
-    else:
+    options = options_of(args)
+    is_chat = tokenizer.chat_template is not None and not args.raw and args.context is None
+    if args.context is not None:
         inputs, options["cache"] = continued(args.context, tokenizer, model, prompt)
-    sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    if args.sample or sampling:
-        options |= {"do_sample": True} | sampling
-    if not args.json:
-        options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    begun = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(**inputs, **options)[0]
-    seconds = time.perf_counter() - begun
+    elif is_chat:
+        inputs = inputs_of_conversation(tokenizer, [{"role": "user", "content": prompt}]).to(model.device)
+    else:
+        inputs = inputs_of(tokenizer, prompt).to(model.device)
+    answer = answered(model, tokenizer, inputs, options, streams=not args.json)
     if args.json:
-        new = output[1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        print(json.dumps({"prompt": prompt, "text": text, "new_tokens": len(new), "seconds": seconds}))
+        print(json.dumps({"prompt": prompt} | answer.as_json()))
+    if is_chat or tokenizer.chat_template is None or args.context is not None:
+        advice = "Give other words, or draw tokens by --sample."
+    else:
+        advice = "Leave out --raw, and the prompt is put into the chat template of the folder."
+    say_why_empty(answer, advice)
     return 0
 
 
 def text_of(prompt: str | None) -> str:
-    """The prompt, by default the input without its last line break, as text: bytes that the locale did not read as
-    letters are UTF-8.
+    """The prompt, by default the input without its last line break.
 
     Raises:
-        ValueError: they are not.
+        ValueError: it is not UTF-8.
     """
-    try:
-        text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
-        return text.encode("utf-8", "surrogateescape").decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise ValueError(f"the prompt is not UTF-8 text: byte {byte:#04x} at position {error.start}.") from None
-
-
-def inputs_of(tokenizer: Any, prompt: str) -> Any:
-    """The prompt's tokens; of an empty prompt, the token that texts begin with.
-
-    Raises:
-        ValueError: the prompt is empty, and the tokenizer has no token that begins or ends texts.
-    """
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if inputs["input_ids"].shape[1] == 0:
-        begin = tokenizer.eos_token if tokenizer.bos_token is None else tokenizer.bos_token
-        if begin is None:
-            raise ValueError("the prompt is empty, and the tokenizer has no token that begins or ends texts.")
-        inputs = tokenizer(begin, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
-    return inputs
+    return utf8_text(lambda: sys.stdin.read().removesuffix("\n") if prompt is None else prompt)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,39 +78,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
     )
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="prompt (default: it is read from the input)")
     add_teacher(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: it is read from the input)")
+    parser.add_argument("--prompt", metavar="TEXT", help="the same as TEXT")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument(
-        "--context", metavar="FILE", help="file that `hf-hybrid-ssm read` wrote, whose text the prompt follows"
+        "--context", metavar="FILE", help="file that `hf-hybrid-ssm read` wrote; the prompt follows its text as it is"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=100, metavar="N", help="new tokens at most (default: %(default)s)"
-    )
-    parser.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="temperature to draw with; below 1, likelier tokens are drawn more often",
-    )
-    parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest tokens of total share P")
-    parser.add_argument("--top-k", type=positive, metavar="K", help="draw among the K likeliest tokens")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws, for the same text each time")
+    add_generation(parser, max_new_tokens=100)
     add_device(parser)
     add_dtype(parser)
     add_json(parser)
     return parser
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must lie above 0 and at most at 1")
-    return value
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value

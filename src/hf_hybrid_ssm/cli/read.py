@@ -5,7 +5,7 @@ attention. It belongs to the weights that wrote it.
 
 Examples:
     hf-hybrid-ssm read FOLDER book.txt --context book.safetensors
-    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
+    hf-hybrid-ssm generate FOLDER "And then" --context book.safetensors
 """
 
 import argparse
