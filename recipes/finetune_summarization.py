@@ -240,5 +240,5 @@ if __name__ == "__main__":
         summarize,
         SummarizationArguments,
         Seq2SeqTrainingArguments,
-        then="hf-hybrid-ssm check {model}",
+        then=("generate", "{model}", "A text to summarize."),
     )

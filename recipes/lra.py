@@ -139,4 +139,4 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    start("lra.py", arena, LraArguments, TrainingArguments, then="hf-hybrid-ssm check {model}")
+    start("lra.py", arena, LraArguments, TrainingArguments, then=("check", "{model}"))

@@ -161,5 +161,5 @@ if __name__ == "__main__":
         ModelArguments,
         DataArguments,
         TrainingArguments,
-        then="hf-hybrid-ssm generate {model} 'Once upon a time'",
+        then=("generate", "{model}", "Once upon a time"),
     )

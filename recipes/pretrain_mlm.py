@@ -112,5 +112,5 @@ if __name__ == "__main__":
         MaskingArguments,
         DataArguments,
         TrainingArguments,
-        then="hf-hybrid-ssm recipe finetune_glue glue/spade_pretrained_cpu model_name_or_path={model}",
+        then=("card", "{model}"),
     )

@@ -195,5 +195,5 @@ if __name__ == "__main__":
         SpanArguments,
         DataArguments,
         TrainingArguments,
-        then="hf-hybrid-ssm recipe finetune_summarization SETTINGS.yaml model_name_or_path={model}",
+        then=("generate", "{model}", "Once upon a <extra_id_0> there was"),
     )

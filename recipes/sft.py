@@ -26,6 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.cli.next_command import next_command, talking
 from hf_hybrid_ssm.extras import install_command
 
 try:
@@ -180,7 +181,7 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
         lines = [{"question": question, "answer": answer} for question, answer in zip(questions, said, strict=True)]
         write_lines(Path(training.output_dir) / "answers.jsonl", lines)
     say(results)
-    say(f"\nThe model is in {folder}. Next:\n  hf-hybrid-ssm generate {folder} 'Hello'")
+    say(f"\nThe model is in {folder}. {next_command(*talking(folder, tokenizer))}")
     return results
 
 

@@ -151,4 +151,4 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
 
 
 if __name__ == "__main__":
-    start("word_lm.py", word_lm, ModelArguments, WordArguments, TrainingArguments, then="hf-hybrid-ssm check {model}")
+    start("word_lm.py", word_lm, ModelArguments, WordArguments, TrainingArguments, then=("check", "{model}"))

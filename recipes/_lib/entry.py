@@ -1,9 +1,8 @@
 """How a recipe starts, and what it says when its input is wrong or somebody stops it."""
 
 import os
-import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from _lib.settings import read_settings
@@ -14,6 +13,7 @@ from transformers import HfArgumentParser
 from yaml import YAMLError
 
 from hf_hybrid_ssm.cli.errors import EXPECTED, INTERRUPTED, TRACEBACK, one_line
+from hf_hybrid_ssm.cli.next_command import next_command
 from hf_hybrid_ssm.cli.settings import as_flags
 
 INPUT = (*EXPECTED, YAMLError, StrictDataclassError, DatasetsError)
@@ -25,11 +25,12 @@ def training_begins() -> None:
     _training[0] = True
 
 
-def start(recipe: str, run: Callable[..., Any], *classes: type, then: str | None = None) -> None:
+def start(recipe: str, run: Callable[..., Any], *classes: type, then: Sequence[str] | None = None) -> None:
     """`run` with its settings of these classes, from the command line; see `guarded`.
 
     Args:
-        then: what one may type next, with `{model}` for the folder that the run left its model in (`output_dir`).
+        then: the words after `hf-hybrid-ssm` of a command that can be typed next, with `{model}` for the folder that
+            the run left its model in (`output_dir`).
     """
 
     def run_and_tell() -> None:
@@ -37,8 +38,8 @@ def start(recipe: str, run: Callable[..., Any], *classes: type, then: str | None
         run(*settings)
         folder = next((each.output_dir for each in settings if hasattr(each, "output_dir")), None)
         if then is not None and folder is not None and os.environ.get("RANK", "0") == "0":
-            model = shlex.quote(str(folder))
-            print(f"\nThe model is in {model}. Next:\n  {then.format(model=model)}")
+            command = next_command(*(word.format(model=folder) for word in then))
+            print(f"\nThe model is in {folder}. {command}")
 
     guarded(recipe, run_and_tell)
 

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: formats, the chat template, and packed rows with the loss and the weights of padded ones."""
 
+import io
 import json
 
 import pytest
@@ -12,6 +13,9 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from sft import SftArguments, SFTConfig, finetune, question_of, rows_of, trainer_of
+
+from hf_hybrid_ssm.cli import main
+from tests.cli.test_next_commands import words_after_next
 
 TALKS = [
     [("user", f"How much is {a} and {b}?"), ("assistant", f"It is {a + b}, of course." + " Truly so." * (a % 4))]
@@ -87,7 +91,7 @@ def test_packed_and_padded_rows_have_the_same_loss_and_gradients(family, only_an
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_trains_and_answers(lora_rank, checkpoint, files, tmp_path):
+def test_trains_and_answers(lora_rank, checkpoint, files, tmp_path, monkeypatch, capsys):
     from peft import PeftModel
 
     base = checkpoint()
@@ -108,6 +112,10 @@ def test_trains_and_answers(lora_rank, checkpoint, files, tmp_path):
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run").eval()
         ids = torch.arange(3, 23).view(2, 10)
         torch.testing.assert_close(whole(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+    words = words_after_next(capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdin", io.StringIO("How much is 1 and 1?\n"))
+    assert words == ["chat", str(folder)] and main([*words, "--json", "--max-new-tokens", "8"]) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
 
 
 def test_the_plain_template(tokenizer):

@@ -13,6 +13,7 @@ import argparse
 import os
 from pathlib import Path
 
+from hf_hybrid_ssm.cli.next_command import next_command
 from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
 
 
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
     if os.path.lexists(target) and not args.overwrite and not _says(target, card):
         raise FileExistsError(f"{target} is there and says something else: --overwrite replaces it, --stdout prints.")
     write_whole(target, card)
-    print(f"wrote {target}")
+    print(f"wrote {target}\n{next_command('check', args.folder, '--values')}")
     return 0
 
 

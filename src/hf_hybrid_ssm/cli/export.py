@@ -11,6 +11,7 @@ Examples:
 import argparse
 from pathlib import Path
 
+from hf_hybrid_ssm.cli.next_command import next_command
 from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, check_writable, parser_of
 
 
@@ -48,4 +49,6 @@ def main(arguments: list[str]) -> int:
     files = check_folder(target)
     whole = f", {files['tensors']:,} tensors" if args.full is not None else ""
     print(f"{target}: {files['code']} code files{whole}")
+    has_card = (target / "README.md").exists()
+    print(next_command("check", target, "--values") if has_card else next_command("card", target))
     return 0

@@ -3,7 +3,7 @@
 A folder with a chat template answers: the prompt is put into the template as a user's message, unless --raw is given.
 Greedy, unless the folder's generation_config.json says otherwise; with a sampling option, tokens are drawn. Without a
 template the prompt gets the special tokens that the tokenizer itself adds, and no others. No code of the folder is
-executed.
+executed; its chat template is rendered in the sandbox of transformers.
 
 Examples:
     hf-hybrid-ssm generate FOLDER "It was a dark and" --max-new-tokens 100

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid_ssm.cli.next_command import next_command, talking
 from hf_hybrid_ssm.cli.parsing import add_device, check_writable, parser_of, value_of
 
 KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> int:
     else:
         student = _trained(args, options)
     _measure(args, student, teacher, tokenizer, ids)
+    _say(next_command(*talking(args.out, tokenizer, args.teacher if args.delta else None)))
     return 0
 
 
