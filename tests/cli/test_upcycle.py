@@ -45,12 +45,23 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(out, config=found.config).chat_template
     cache, loss, needles = tables_of(json.loads((out / "results.json").read_text()))
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(16.1, abs=0.2)]
+    assert "MiB, in float32, by" in cache.title
     assert loss.columns == ["model", "75-300", "300-600", "600-1200", "1200-2400"]
     assert loss.rows[0][1] == loss.rows[1][1] != loss.rows[1][2]  # within the window the student is its teacher
     assert needles.columns == ["model", "300", "1,200"] and all(row[1][0] in "012" for row in needles.rows)
     card = (out / "README.md").read_text()
     for table in (cache, loss, needles):
         assert str(table) in card and str(table) in shown.out
+    trained = card.split("## Training\n\n")[1].split("\n\n##")[0]
+    assert trained == "Nothing was trained; the weights come from teacher." and "'rows'" not in card
+
+
+def test_the_caches_are_counted_in_the_dtype_of_the_student(made, tmp_path):
+    """The teacher's too, or the two rows could not be compared."""
+    assert run(made, tmp_path / "out", "--keep", "1,2", "--needles", "0", "--dtype", "bfloat16") == 0
+    (cache,) = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    assert "MiB, in bfloat16, by" in cache.title
+    assert [float(row[-1].replace(",", "")) for row in cache.rows] == [16.0, pytest.approx(8.05, abs=0.1)]
 
 
 def test_single_groups(made, tmp_path, capsys):
@@ -113,7 +124,8 @@ def test_training_by_the_recipe(made, tmp_path, capsys):
     assert results["steps"] == 2 and results["tables"] and results["kept_attention_layers"] == [2]
     student = AutoModelForCausalLM.from_pretrained(out, teacher=made / "teacher")
     assert student.config.block_types.count("hybrid_sliding") == 3 and student.config.sliding_window == 17
-    assert "loss after align" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "loss after align" in card and "Nothing was trained" not in card and "'rows'" not in card
     with pytest.raises(SystemExit, match="sequence_length=20 must be at least 32"):
         main([*command, "--overwrite", "--train", *settings, "sequence_length=20"])
 

@@ -196,7 +196,7 @@ def test_a_name_cannot_leave_its_place(folder):
 def test_a_licence_is_said_where_it_is_known(folder, capsys):
     """Of the weights: not because the code has one."""
     card = ModelCard(card_of_folder(folder))
-    assert card.data.license is None and "is not told here" in card.text
+    assert card.data.license is None and "Licence of the weights: unknown." in card.text
     (folder / "results.json").write_text(json.dumps({"teacher": "someone/teacher", "loss": 1.0}))
     card = ModelCard(card_of_folder(folder))
     assert card.data.license is None and card.data.base_model == "someone/teacher"
@@ -230,9 +230,29 @@ def test_a_model_of_attention_alone_is_not_said_to_have_a_state(variant):
         has_state = config.model_type == "lmu_isa" or bool(getattr(config, "ssm_layers", [0]))
     else:
         has_state = bool(set(kinds) & set(STATES))
-    card = model_card(config, name="model")
+    card = model_card(config, name="model", trained=True)
     assert has_state != ("it is attention alone" in card)
     assert has_state or "what its windows have left" in card or "what the others' windows have left" in card
+    of_the_paper = ("## Citation", "state-space-model", "arxiv:", "https://arxiv.org/abs/")
+    assert {mark in card for mark in of_the_paper} == {has_state}
+
+
+def test_a_table_of_results_is_shown_once_and_only_as_a_table(folder):
+    table = {"title": "Caches", "columns": ["model", "MiB"], "rows": [["student", "7"]]}
+    results = {"teacher": "someone/teacher", "groups": [[1, 0], [2, 1]], "tables": [table], "runs": [{"loss": 1}]}
+    (folder / "results.json").write_text(json.dumps(results))
+    card = card_of_folder(folder)
+    body = MarkdownIt("commonmark").enable("table").render(card.split("---", 2)[2])
+    assert [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)[1:]] == [
+        ["teacher", "someone/teacher"],
+        ["groups", "[[1, 0], [2, 1]]"],
+        [],
+        ["student", "7"],
+    ]
+    assert "Nothing was trained; the weights come from someone/teacher." in card
+    assert "Its other limits are those of its teacher, someone/teacher." in card and "helpful" not in card
+    (folder / "results.json").write_text(json.dumps(results | {"steps": 3}))
+    assert "Nothing was trained" not in card_of_folder(folder)
 
 
 @pytest.mark.parametrize(("kept", "sentence"), [(1, "Only the layers with full attention"), (0, "The model forgets")])

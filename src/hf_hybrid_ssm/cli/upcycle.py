@@ -134,7 +134,7 @@ def _measure(args: argparse.Namespace, student: Any, teacher: Any, tokenizer: An
     from hf_hybrid_ssm.upcycle.measurements import cache_table, loss_table, needle_table
 
     models = {"teacher": teacher, "student": student.to(teacher.device)}
-    tables = [cache_table(models)]
+    tables = [cache_table(models, student.dtype)]
     if ids is not None:
         tables.append(loss_table(models, ids[:, : 8 * args.window], args.window))
     if args.needles:

@@ -96,37 +96,35 @@ def model_card(
     table = next(table for table, name in family.heads.items() if name == class_name)
     task, text = TASKS.get(table), family.card
     has_weights = trained or results is not None
-    if base_model is None and delta is not None:
-        base_model = delta.teacher
+    teacher = _teacher_of(results, delta)
+    if base_model is None:
+        base_model = teacher
+    tables = [] if results is None else tables_of(results)
+    kinds = family.layer_kinds(config)
+    has_state = not set(kinds) <= ATTENTION
     data = ModelCardData(
         license=license if has_weights else "apache-2.0",  # of the code, and of this card
         library_name="transformers",
         pipeline_tag=task,
-        tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{text.arxiv}"],
+        tags=[config.model_type, *(["state-space-model"] if has_state else []), "hf-hybrid-ssm"]
+        + ([f"arxiv:{text.arxiv}"] if has_state else []),
         base_model=base_model if base_model and ON_HUB.fullmatch(base_model) else None,
         **_metrics(name, task, results, dataset),
-    )
-    tables = [] if results is None else tables_of(results)
-    kinds = family.layer_kinds(config)
-    limits = (
-        f"{_forgets(kinds) or text.limits} A model trained by these recipes was not taught to be helpful or harmless; "
-        "it repeats what is in its training data, with the errors and prejudices there."
     )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {escaped(name)}",
-        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}"
-        f"{_memory(config, text, kinds)}",
+        _what_it_is(config, text, kinds),
         "## Architecture",
         _architecture(config, model, kinds),
         "## Training",
-        _training(results, dataset, recipe, trained),
+        _training(results, dataset, recipe, trained, teacher),
         *(["## Measured", *map(str, tables)] if tables else []),
         *(["## Teacher", _teacher(name, delta)] if delta is not None else []),
         *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
         "## Limits",
-        limits,
-        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
+        _limits(text, kinds, teacher),
+        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights and has_state else []),
         *([_licences(license, base_model)] if has_weights else []),
     ]
     return "\n\n".join(sections) + "\n"
@@ -150,7 +148,6 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "trained": True,
         "exported": "auto_map" in saved,
         "delta": read_delta(where) if is_delta(where) else None,
-        "base_model": teacher if results and isinstance(teacher := results.get("teacher"), str) else None,
     }
     return model_card(config, **(facts | options))
 
@@ -161,16 +158,35 @@ def _licences(license: str | None, base_model: str | None) -> str:
     elif base_model is not None:
         weights = f"The weights come from {escaped(base_model)}, whose licence holds for them; it is not told here."
     else:
-        weights = "Under which licence the weights are is not told here."
+        weights = "Licence of the weights: unknown."
     return f"Licence of code and card: Apache-2.0. {weights}"
 
 
-def _memory(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> str:
-    """What the family says of its memory, where no layer keeps the keys of all tokens."""
+def _teacher_of(results: Mapping[str, Any] | None, delta: Delta | None) -> str | None:
+    """The name of a student's teacher, which a delta and the results of upcycling tell."""
+    if delta is not None:
+        return delta.teacher
+    teacher = (results or {}).get("teacher")
+    return teacher if isinstance(teacher, str) else None
+
+
+def _what_it_is(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> str:
+    """The paper's idea, and what the family says of its memory where no layer keeps the keys of all tokens."""
     if set(kinds) <= ATTENTION:
-        return " This model has no such layers: it is attention alone."
+        return f"A transformer in the classes of {text.name}, without that family's own layers: it is attention alone."
     grows = MIXED_ATTENTION in kinds or any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
-    return f" {text.memory}" if text.memory and not grows else ""
+    memory = f" {text.memory}" if text.memory and not grows else ""
+    return f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}{memory}"
+
+
+def _limits(text: CardText, kinds: list[str], teacher: str | None) -> str:
+    forgets = _forgets(kinds) or text.limits
+    if teacher is not None:
+        return f"{forgets} Its other limits are those of its teacher, {escaped(teacher)}."
+    return (
+        f"{forgets} A model trained by these recipes was not taught to be helpful or harmless; it repeats what is in "
+        "its training data, with the errors and prejudices there."
+    )
 
 
 def _forgets(kinds: list[str]) -> str | None:
@@ -222,7 +238,10 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and len(value) < 9)
+    """Whether a value is one, or a short list of such: no table, which is shown as one."""
+    if isinstance(value, list):
+        return len(value) < 9 and all(map(_plain, value))
+    return isinstance(value, bool | int | float | str)
 
 
 def _layers(kinds: list[str]) -> str:
@@ -236,14 +255,19 @@ def _layers(kinds: list[str]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool) -> str:
+def _training(
+    results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool, teacher: str | None
+) -> str:
     lines = [f"Data: {dataset}."] if dataset else []
     if recipe:
         lines.append(f"Command: `{recipe}`.")
     if results:
+        if teacher is not None and not results.get("steps"):
+            lines.append(f"Nothing was trained; the weights come from {escaped(teacher)}.")
         told = {escaped(key.replace("_", " ")): value for key, value in results.items() if _plain(value)}
         rows = [f"| {key} | {_number(value)} |" for key, value in told.items()]
-        lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
+        if told.keys() - {"teacher"}:
+            lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
     elif not trained:
         lines.insert(0, "No trained weights are published yet.")
         if not recipe:

@@ -82,16 +82,14 @@ def loss_table(models: Models, ids: torch.Tensor, window: int) -> Table:
     return Table("Loss in nats per token, by the tokens before", ["model", *losses], rows)
 
 
-def cache_table(models: Models) -> Table:
-    """MiB of the cache of one sequence, in the dtype of the models, by its length."""
-    rows = []
+def cache_table(models: Models, dtype: torch.dtype) -> Table:
+    """MiB of the cache of one sequence in a dtype, by its length."""
+    rows, name_of_dtype = [], str(dtype).removeprefix("torch.")
     for name, model in models.items():
         config = model.config
         if config.model_type not in STUDENT_FAMILIES:  # its cache is that of a student that keeps all
             config = student_config(config, keep=1.0)
-        dtype = str(model.dtype).removeprefix("torch.")
-        sizes = (decoding_state_bytes(config, length, dtype, "torch") / 2**20 for length in LENGTHS)
+        sizes = (decoding_state_bytes(config, length, name_of_dtype, "torch") / 2**20 for length in LENGTHS)
         rows.append([name, *(f"{size:,.1f}" for size in sizes)])
-    return Table(
-        "Cache of one sequence in MiB, by its tokens", ["model", *(f"{length:,}" for length in LENGTHS)], rows
-    )
+    title = f"Cache of one sequence in MiB, in {name_of_dtype}, by its tokens"
+    return Table(title, ["model", *(f"{length:,}" for length in LENGTHS)], rows)
