@@ -95,6 +95,7 @@ EVERY: dict[str, tuple[str, dict]] = VARIANTS | {
     "spade batchnorm": ("spade", {**SPADE, "norm_type": "batchnorm"}),
     "encoder-decoder": ("spade_seq2seq", SEQ2SEQ),
     "encoder-decoder relative window": ("spade_seq2seq", {**SEQ2SEQ, **RELATIVE}),
+    "encoder-decoder with biases": ("spade_seq2seq", {**SEQ2SEQ, "decoder_attention_bias": True}),
     "longhorn untied": ("longhorn", {**LONGHORN, "tie_word_embeddings": False}),
     "lmu-isa untied": ("lmu_isa", {**LMU, "tie_word_embeddings": False}),
 }

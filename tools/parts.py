@@ -62,6 +62,7 @@ TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for 
     "models/spade/base_of_checkpoint.py": "tests/hub/test_base_of_exported.py tests/models/test_spade.py",
     "models/spade/convert_official_checkpoint.py": "tests/models/test_spade_conversion.py"
     " tests/golden/test_spade_model.py",
+    "models/spade/convert_official_seq2seq.py": "tests/golden/test_spade_seq2seq.py",
     "models/spade/modeling_spade_seq2seq.py": f"tests/models/test_spade.py {_MODELS}",
     "models/spade/official_s4.py": "tests/models/test_spade_conversion.py tests/golden/test_state_spaces.py",
     "training/": "tests/test_optim.py",

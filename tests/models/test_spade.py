@@ -239,7 +239,7 @@ def test_a_decoder_as_the_paper_says_has_no_longest_target():
         seq2seq(max_target_positions=8)(source, decoder_input_ids=target)
 
 
-@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre"}])
+@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre", "decoder_attention_bias": True}])
 def test_encoder_decoder_invariances(fields):
     """Cached = uncached, padded source and target = alone, whatever the profile."""
     model = seq2seq(**fields)

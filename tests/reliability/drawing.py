@@ -52,7 +52,7 @@ FREE: dict[str, dict[str, tuple]] = {
     },
 }
 FREE["spade_seq2seq"] = FREE["spade"] | {
-    "decoder_attention_type": ("window", "chunk", "full"),
+    "decoder_attention_type": ("window", "chunk", "full"), "decoder_attention_bias": FLAG,
     "decoder_position_embedding_type": ("learned", "relative"), "max_target_positions": (12, 64),
 }
 # fmt: on

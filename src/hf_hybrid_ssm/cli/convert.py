@@ -3,6 +3,7 @@
 Examples:
     hf-hybrid-ssm convert longhorn checkpoint.pt FOLDER
     hf-hybrid-ssm convert spade checkpoint_best.pt FOLDER --set sliding_window=512
+    hf-hybrid-ssm convert spade pytorch_model.bin FOLDER
 """
 
 import argparse

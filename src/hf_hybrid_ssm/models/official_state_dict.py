@@ -1,6 +1,8 @@
 """What converters of official checkpoints share: reading tensors, strict loading, checks."""
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ from torch import nn
 
 PREFIXES = ("_orig_mod.", "module.", "transformer.")
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
+
+Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""Keys, and our name for them: a template of the match, or a function of it."""
+
+
+def our_name(key: str, rules: list[Rule]) -> str | None:
+    """Our name for an official key by the first rule that matches; None if none does."""
+    for pattern, name in rules:
+        if match := pattern.fullmatch(key):
+            return match.expand(name) if isinstance(name, str) else name(match)
+    return None
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -22,7 +22,6 @@ REMOVED: dict[str, dict[str, Any]] = {
     "spade": _SPADE,
     "spade_seq2seq": {
         **_SPADE,
-        "decoder_attention_bias": False,
         # those of a model of one stack, which no encoder-decoder could have
         "adaptive_cutoffs": None,
         "adaptive_factor": 4,

@@ -312,6 +312,7 @@ class SpadeSeq2SeqConfig(SpadeStackConfig, PreTrainedConfig):
         decoder_ssm_layers (`list[int]`, *optional*, defaults to `[]`): As `ssm_layers`.
         decoder_position_embedding_type (`str`, *optional*, defaults to `"learned"`): `"learned"` absolute positions,
             or the `"relative"` bias.
+        decoder_attention_bias (`bool`, *optional*, defaults to `False`): Biases in the decoder's attention maps.
         max_target_positions (`int`, *optional*, defaults to 1024): Learned positions.
         decoder_start_token_id (`int`, *optional*, defaults to 0): The token every target starts with.
 
@@ -342,6 +343,7 @@ class SpadeSeq2SeqConfig(SpadeStackConfig, PreTrainedConfig):
     decoder_attention_type: str = "full"
     decoder_ssm_layers: list[int] | tuple[int, ...] = ()
     decoder_position_embedding_type: str = "learned"
+    decoder_attention_bias: bool = False
     max_target_positions: int = 1024
     decoder_start_token_id: int | None = 0
     is_encoder_decoder: bool = True

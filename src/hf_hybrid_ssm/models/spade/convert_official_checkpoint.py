@@ -1,4 +1,5 @@
-"""Official SPADE language models (fairseq) → a folder that `from_pretrained` loads.
+"""Official SPADE checkpoints → a folder that `from_pretrained` loads: language models (fairseq) by the rules below,
+and the encoder-decoder of namisan/mt-dnn by those of `convert_official_seq2seq`.
 
     hf-hybrid-ssm convert spade IN OUT [--eos-token-id 2] [--set sliding_window=512]
 
@@ -11,16 +12,23 @@ unknown 3.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict, read_checkpoint
+from hf_hybrid_ssm.models.official_state_dict import (
+    Rule,
+    check_tokens,
+    load_state_dict_strict,
+    our_name,
+    read_checkpoint,
+)
+from hf_hybrid_ssm.models.spade import convert_official_seq2seq
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
-from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
+from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
+from hf_hybrid_ssm.models.spade.official_s4 import convert_systems
 
 LAYER_KEYS = {
     **{f"self_attn.{name}.weight": f"mixing.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
@@ -39,9 +47,6 @@ GLOBAL_KEYS = {
     "decoder.output_projection.weight": "lm_head.weight",
     **{f"decoder.layer_norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
 }
-
-Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
-"""Keys, and our name for them: a template of the match, or a function of it."""
 
 EMBEDDINGS = r"decoder\.embed_tokens\.embeddings\.(\d+)"
 SOFTMAX = r"decoder\.adaptive_softmax"
@@ -94,12 +99,12 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     systems: dict[str, dict[str, torch.Tensor]] = {}
     unknown = []
     for key, tensor in official.items():
-        if name := _our_name(key, RENAMED):
+        if name := our_name(key, RENAMED):
             converted[name] = tensor
-        elif name := _our_name(key, TIED):
+        elif name := our_name(key, TIED):
             copies[key] = name
         elif match := S4.fullmatch(key):
-            systems.setdefault(match[1], {})[match[2]] = tensor
+            systems.setdefault(f"model.layers.{match[1]}.mixing.ssm", {})[match[2]] = tensor
         elif not WITHOUT_CONTENT.fullmatch(key):
             unknown.append(key)
     if unknown:
@@ -107,21 +112,8 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     for key, name in copies.items():
         if name not in converted or not torch.equal(official[key], converted[name]):
             raise ValueError(f"{key} differs from the embedding it is tied to; SPADE ties both.")
-    for layer, system in sorted(systems.items()):
-        skip = system.pop("D", None)
-        if skip is None or not system:
-            raise ValueError(f"Layer {layer} has only a part of its S4: kernel and D are needed.")
-        ssm = convert_s4({name.removeprefix("kernel.kernel."): part for name, part in system.items()}, skip)
-        converted |= {f"model.layers.{layer}.mixing.ssm.{name}": part for name, part in ssm.items()}
+    converted |= convert_systems(systems)
     return converted
-
-
-def _our_name(key: str, rules: list[Rule]) -> str | None:
-    """By the first rule that matches; None if none does."""
-    for pattern, name in rules:
-        if match := pattern.fullmatch(key):
-            return match.expand(name) if isinstance(name, str) else name(match)
-    return None
 
 
 def infer_config(
@@ -201,17 +193,19 @@ def _of_band(part: str, band: int) -> str:
     return f"model.embed_tokens.{part}_{band}"
 
 
-def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
+def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM | SpadeForConditionalGeneration:
     """The model in an official checkpoint file.
 
     Args:
         source: the checkpoint file.
-        overrides: fields of `SpadeConfig` that are to be other than the file says, such as `sliding_window`.
+        overrides: fields of the configuration that are to be other than the file says, such as `sliding_window`.
 
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
     """
     official, settings = read_checkpoint(source)
+    if convert_official_seq2seq.is_encoder_decoder(official):
+        return convert_official_seq2seq.convert(official, Path(source).with_name("config.json"), **overrides)
     converted = convert_state_dict(official)
     model = SpadeForCausalLM(infer_config(converted, settings, **overrides))
     load_state_dict_strict(model, converted)

@@ -17,12 +17,12 @@ from hf_hybrid_ssm.ops.core.full_attention import attention
 class SpadeCrossAttention(nn.Module):
     """Scaled attention to all real tokens of the encoder, without bias by distance."""
 
-    def __init__(self, config: SpadeConfig, layer_idx: int):
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
-        sizes = (config.hidden_size, config.hidden_size)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes, bias=False) for _ in range(4))
+        sizes = (config.hidden_size, config.hidden_size, bias)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
     @by_both_cache_names
     def forward(

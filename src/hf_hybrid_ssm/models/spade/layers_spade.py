@@ -99,10 +99,10 @@ def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
 class SpadeAttention(LocalSelfAttention):
     """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
 
-    def __init__(self, config: SpadeConfig, is_causal: bool):
+    def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
         window = attention_window(config, is_causal)
         sizes = (config.hidden_size, config.num_attention_heads)
-        super().__init__(*sizes, **window, dropout=config.attention_dropout)
+        super().__init__(*sizes, **window, bias=bias, dropout=config.attention_dropout)
         has_own_bias = config.relative_bias_scope == "per_layer"
         self.relative_bias = relative_bias(config, is_causal) if has_own_bias else None
 
@@ -125,10 +125,10 @@ def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
 class SpadeMixer(RecurrentMixin, nn.Module):
     """Local attention; in a layer of `ssm_layers` also a state-space model, W [LN(ssm(x)) ; LN(attention(x))] + b."""
 
-    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool):
+    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.layer_idx = layer_idx
-        self.self_attn = SpadeAttention(config, is_causal)
+        self.self_attn = SpadeAttention(config, is_causal, attention_bias)
         self.merge, self.weight = config.ssm_merge, config.ssm_merge_weight
         self.stop_gradient = config.ssm_stop_gradient
         self.ssm = mixer_from_config(config, bidirectional=not is_causal) if layer_idx in config.ssm_layers else None
@@ -165,10 +165,10 @@ class SpadeMixer(RecurrentMixin, nn.Module):
 class SpadeBlock(GradientCheckpointingLayer):
     """Mixing and feed-forward sublayers, with the norm before each (`pre`) or after each sum (`post`)."""
 
-    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool):
+    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
-        self.mixing = SpadeMixer(config, layer_idx, is_causal)
+        self.mixing = SpadeMixer(config, layer_idx, is_causal, attention_bias)
         self.mixing_norm = build_norm(config)
         activation, dropout = ACT2FN[config.hidden_act], config.activation_dropout
         self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, activation, dropout=dropout)

@@ -60,9 +60,9 @@ class SpadeDecoderBlock(SpadeBlock):
     """Self-attention (with a state-space model where global), cross-attention, feed-forward, each with its own
     norm."""
 
-    def __init__(self, config: SpadeConfig, layer_idx: int):
-        super().__init__(config, layer_idx, is_causal=True)
-        self.cross_attn = SpadeCrossAttention(config, layer_idx)
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
+        super().__init__(config, layer_idx, is_causal=True, attention_bias=bias)
+        self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
         self.cross_attn_norm = build_norm(config)
 
     @by_both_cache_names
@@ -94,7 +94,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         self.positions = None
         if config.decoder_position_embedding_type == "learned":
             self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
-        blocks = (SpadeDecoderBlock(stack, index) for index in range(config.num_decoder_layers))
+        bias = config.decoder_attention_bias
+        blocks = (SpadeDecoderBlock(stack, index, bias) for index in range(config.num_decoder_layers))
         self._build_stack(stack, blocks, is_causal=True)
         self.post_init()
 

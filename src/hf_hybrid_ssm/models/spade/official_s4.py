@@ -5,6 +5,21 @@ import torch
 KERNEL_TENSORS = ("C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L")
 
 
+def convert_systems(systems: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of all state-space models: their parts (D and `kernel.kernel.*`) by the prefix of our names.
+
+    Raises:
+        ValueError: a part is missing or has another shape.
+    """
+    converted: dict[str, torch.Tensor] = {}
+    for prefix, system in sorted(systems.items()):
+        kernel = {name.removeprefix("kernel.kernel."): part for name, part in system.items() if name != "D"}
+        if "D" not in system or not kernel:
+            raise ValueError(f"{prefix} has only a part of its S4: kernel and D are needed.")
+        converted |= {f"{prefix}.{name}": part for name, part in convert_s4(kernel, system["D"]).items()}
+    return converted
+
+
 def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str, torch.Tensor]:
     """Tensors of `hf_hybrid_ssm.layers.mixers.s4.S4` with the same kernel, in float32.
 
