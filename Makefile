@@ -6,7 +6,7 @@
 #   make test        the test suite
 #   make quick       its ten minutes: ops, layers, models, golden values, invariants, and the rules of the source tree
 #   make lint        style, formatting, types
-#   make docs        run what README.md and docs/ show, check their links, and fail if a page in reports/ is stale
+#   make docs        run what README.md and docs/ show, and check their links
 #   make site        the documentation as a site in build/site, with the API reference
 #   make gpu         checks and benchmarks on a GPU, without a network or an environment; GPU_PYTHON names the Python
 #   make vllm        the families in vLLM's engine, in an environment of its own (3.5 GB), with a report
@@ -44,7 +44,6 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
-	@$(BIN)/python -m tests.reporting --check
 
 site: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.tables import rendered
 from hf_hybrid_ssm.models.families import FAMILIES
+from tests import reporting
 from tests.test_pasted_blocks import LESSONS, name_of
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +112,6 @@ def test_tables_show_the_results(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_named_files_exist(page):
-    """Targets and jobs: `tests/test_makefile.py`."""
     text = page.read_text(encoding="utf-8")
     for command in re.findall(r"`python ((?:recipes|benchmarks)/[^`]+)`", text):
         for word in shlex.split(command):
@@ -119,16 +119,15 @@ def test_named_files_exist(page):
                 assert (ROOT / word).exists(), f"{page.name} names {word}"
 
 
-@pytest.mark.parametrize("page", REPORTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_reports_say_what_they_were_made_from(page):
-    made = re.search(
-        r"^Made by `.+` .*from commit `\w+`.* with .*transformers [\d.]+.*, on .+\. About: (.+)\.$",
-        page.read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    assert made, "no line of tests.reporting.made_by"
-    for path in re.findall(r"`([^`]+)`", made[1]):
-        assert (ROOT / path).exists(), f"{page.name} is about {path}"
+JOB = re.compile(r"-m tests\.reporting ([a-z][a-z-]*)")
+TARGET = re.compile(r"(?:`|^(?: *-? *run:)? *)make ([a-z][a-z-]*)(?=`|$|  | #| [A-Z_]+=)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_jobs_and_targets_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(JOB.findall(text)) <= set(reporting.JOBS) and set(TARGET.findall(text)) <= set(targets)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)

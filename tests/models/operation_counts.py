@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.counting import count_operations
-from tests.reporting import MODELS, made_by, table, write_page
+from tests.reporting import made_by, table, write_page
 from tests.tiny_models import SINK, TOKENS, VARIANTS
 
 LLAMA = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 40}
@@ -102,7 +102,7 @@ def training_count(layer: str) -> float:
 
 
 def main() -> None:
-    made = made_by("python -m tests.models.operation_counts", MODELS)
+    made = made_by("python -m tests.models.operation_counts")
     rows = [
         [
             layer,

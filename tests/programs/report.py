@@ -1,17 +1,14 @@
 """Counts of what was run, as a page and as JSON."""
 
 import json
-import subprocess
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-import transformers
-
 from tests.programs.interpreter import TOLERANCE, Outcome
 from tests.programs.models import VARIANTS
 from tests.programs.program import Feed, Illegal, Program
+from tests.reporting import made_by
 
 INTRODUCTION = """# Random programs
 
@@ -27,7 +24,6 @@ step-by-step reference implementations. A deviation is relative to the largest v
 class Tally:
     """What `add` has seen, counted in several ways; each count is (programs, failures)."""
 
-    commit: str = field(default_factory=lambda: _commit())
     cases: int = 0
     failures: int = 0
     tokens: int = 0
@@ -71,10 +67,7 @@ def _kinds(program: Program) -> dict[str, set[str]]:
 def write(path: Path, tally: Tally, command: str, seconds: float) -> None:
     """PATH.json and PATH.md."""
     result = {
-        "command": command,
-        "commit": tally.commit,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "made": made_by(command),
         "seconds": round(seconds),
         "programs": tally.cases,
         "failures": tally.failures,
@@ -98,8 +91,7 @@ def _page(result: dict) -> str:
     largest = ", ".join(f"{value:.1e} in {dtype}" for dtype, value in result["largest_deviation"].items())
     lines = [
         INTRODUCTION.format(bounds=bounds),
-        f"`{result['command']}` at commit {result['commit']}, torch {result['torch']}, transformers "
-        f"{result['transformers']}:",
+        result["made"],
         "",
         f"**{result['programs']} programs, {result['failures']} failures**; {result['tokens_compared']} outputs "
         f"compared, largest deviation {largest}.",
@@ -115,19 +107,3 @@ def _page(result: dict) -> str:
     if result["failed"]:
         lines += ["", "## Failures", "", *(f"- seed {seed}, {text}" for seed, text in result["failed"].items())]
     return "\n".join(lines) + "\n"
-
-
-def _commit() -> str:
-    """Of the sources; "+" where they differ from it."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    try:
-        name = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", ":/src", ":/tests/programs"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name.strip() + ("+" if changed.strip() else "")

@@ -1,4 +1,7 @@
-"""Families of transformers itself under the same harness, to compare with; `tests.upstream.report` runs them."""
+"""Families of transformers itself under the same harness, to compare with.
+
+    python -m tests.reporting upstream tests/upstream/peers.py
+"""
 
 import unittest
 
