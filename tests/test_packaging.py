@@ -10,14 +10,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import torch
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.hub.sources import Module
-from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
-from tools import reading_size
-from tools.reading_size import files_of, optional_modules
 
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = SOURCE / "hf_hybrid_ssm"
@@ -199,33 +194,6 @@ def test_configurations_and_models_name_their_copyright():
 def test_public_names_exist():
     for name in hf_hybrid_ssm.__all__:
         assert getattr(hf_hybrid_ssm, name) is not None
-
-
-def test_reading_size_goes_from_the_configuration_to_the_kernels():
-    found = {path.relative_to(PACKAGE).as_posix() for path in files_of("longhorn")}
-    scan = {f"ops/longhorn_scan/{name}" for name in ("torch_backend.py", "native.c", "triton.py", "triton_kernels.py")}
-    assert {"models/longhorn/configuration_longhorn.py", "models/longhorn/modeling_longhorn.py"} | scan < found
-    assert not [path for path in found if path.startswith("layers/mixers") or "models/bst" in path]
-    assert "layers/mixers/s4d.py" in {path.relative_to(PACKAGE).as_posix() for path in files_of("bst")}
-    assert set(files_of("bst", every_option=True)) - set(files_of("bst")) >= {PACKAGE / "layers/mixers/lstm.py"}
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_reading_size_leaves_out_only_what_a_default_model_does_not_hold(family):
-    left_out = optional_modules(family.model_type)
-    paths = {Module(name).path for name in left_out}
-    assert paths and paths <= set(files_of(family.model_type, every_option=True)) - set(files_of(family.model_type))
-    config = getattr(hf_hybrid_ssm, family.config)()
-    with torch.device("meta"):
-        model = getattr(hf_hybrid_ssm, family.main_class(config))(config)
-    held = {type(module).__module__ for module in model.modules()}
-    assert f"{family.package}.modeling_{family.folder}" in held and not held & left_out
-
-
-def test_contributing_has_the_reading_sizes_of_today():
-    now = reading_size.table([family.model_type for family in FAMILIES])
-    assert now.count("\n") == 1 + len(FAMILIES)
-    assert reading_size.shown() == now, "CONTRIBUTING.md is behind: python tools/reading_size.py --write"
 
 
 @pytest.mark.parametrize("name", ["PreTrainedModel", "AutoModelForCausalLM", "quantizers", "cache_utils"])

@@ -2,7 +2,6 @@
 
 python tools/reading_size.py             every model type
 python tools/reading_size.py bst --list  the files of one
-python tools/reading_size.py --write     every model type, into the table of CONTRIBUTING.md
 
 It follows the imports of the family's modeling file within this package, and the kernels of the ops found on the way,
 with their C sources. Every file counts whole, though a model seldom uses all of it. The first count is that of the
@@ -12,7 +11,6 @@ it is also given by level.
 
 import argparse
 import ast
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from hf_hybrid_ssm.layers.mixers.registry import MIXERS
 from hf_hybrid_ssm.models.families import FAMILIES, family_of
 from hf_hybrid_ssm.models.family import Family
 
-CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 # modules of options that are off in a family's default configuration, by model type
 OPTIONAL = {
@@ -107,20 +104,8 @@ def _size(paths: list[Path]) -> str:
     return f"{len(paths)} / {sum(map(lines_of, paths)):,}"
 
 
-def shown() -> str:
-    """The table in CONTRIBUTING.md."""
-    lines = CONTRIBUTING.read_text(encoding="utf-8").splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("| files / lines "))
-    return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), lines[begin:]))
-
-
-def write(new: str) -> None:
-    """`new` in place of the table in CONTRIBUTING.md."""
-    CONTRIBUTING.write_text(CONTRIBUTING.read_text(encoding="utf-8").replace(shown(), new), encoding="utf-8")
-
-
 def table(model_types: list[str]) -> str:
-    """Files / lines of each, as CONTRIBUTING shows them."""
+    """Files / lines of each."""
     lines = [f"| files / lines | all | {' | '.join(LEVELS)} | with every option |", "| --- |" + " ---: |" * 5]
     for model_type in model_types:
         paths = files_of(model_type)
@@ -134,15 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_type", nargs="?", help=", ".join(family.model_type for family in FAMILIES))
     parser.add_argument("--list", action="store_true", help="name the files")
-    parser.add_argument("--write", action="store_true", help="put the table of all into CONTRIBUTING.md")
     arguments = parser.parse_args()
     every = [family.model_type for family in FAMILIES]
     chosen = [arguments.model_type] if arguments.model_type else every
     if arguments.list:
         for path in files_of(arguments.model_type or parser.error("--list takes one model type")):
             print(f"{lines_of(path):6}  {path.relative_to(ROOT)}")
-    if arguments.write:
-        write(table(every))
     print(table(chosen))
 
 

@@ -1,6 +1,6 @@
 """Families of transformers itself under the same harness, to compare with.
 
-    python -m tests.reporting upstream tests/upstream/peers.py
+python -m tests.reporting upstream tests/upstream/peers.py
 """
 
 import unittest
