@@ -7,7 +7,6 @@ python benchmarks/plots.py streaming ...   # some
 import argparse
 import json
 import sys
-import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,7 +21,7 @@ from _lib.plotting import measured_at, panels, perplexity_by_length, style, writ
 from matplotlib.figure import Figure
 from publish_checkpoint import write_sums
 
-from benchmarks import pictures, titles
+from benchmarks import pictures
 from benchmarks.long_context_table import label, rows_of
 from benchmarks.table_text import RESULTS, load
 from benchmarks.tables import LONGHORN_AND_PEERS
@@ -70,18 +69,6 @@ def long_context() -> Figure:
     return figure
 
 
-def entitled(name: str, figure: Figure) -> Figure:
-    """The picture under what it shows and the size of its models, instead of the question that its recipe asks."""
-    finding, sizes = titles.title(name, load)
-    lines = textwrap.wrap(finding, int(10.5 * figure.get_figwidth()))
-    figure.suptitle("\n".join([*lines, sizes]), x=0.01, horizontalalignment="left", fontsize=10, fontweight="bold")
-    return figure
-
-
-def draw(name: str) -> Figure:
-    return entitled(name, FIGURES[name]())
-
-
 def draw_checkpoint(name: str) -> Figure:
     """Perplexity by length of a committed language model beside Llama's, on the scale of all of them."""
     curves = {path.parent.name: by_window(path) for path in sorted(CHECKPOINTS.glob("*/results.json"))}
@@ -102,6 +89,7 @@ def by_window(path: Path) -> list[dict]:
     return [{"length": int(length), "perplexity": value} for length, value in found.items()]
 
 
+SOURCES = {"training": "longhorn_training"}  # of the others the name
 FIGURES = {
     "training": training,
     "long_context": long_context,
@@ -125,7 +113,7 @@ FIGURES = {
 
 def drawn() -> list[str]:
     """All pictures but those whose figures were not measured yet."""
-    return [name for name in FIGURES if (RESULTS / f"{titles.SOURCES.get(name, name)}.json").is_file()]
+    return [name for name in FIGURES if (RESULTS / f"{SOURCES.get(name, name)}.json").is_file()]
 
 
 def main() -> None:
@@ -135,7 +123,7 @@ def main() -> None:
     if unknown := sorted(set(arguments.names) - set(FIGURES)):
         parser.error(f"{unknown} are not among {list(FIGURES)}")
     for name in arguments.names or drawn():
-        write_png(draw(name), RESULTS / f"{name}.png")
+        write_png(FIGURES[name](), RESULTS / f"{name}.png")
     if not arguments.names:
         for path in sorted(CHECKPOINTS.glob("*/extrapolation.png")):
             write_png(draw_checkpoint(path.parent.name), path)

@@ -10,7 +10,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import targets as target_list
 from experiment_tables import (
     ALSO,
     arena,
@@ -45,7 +44,6 @@ ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
 SPEED = "thousand_tokens_per_second"
 GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
-TARGET_COLUMNS = ["target", "wanted", "measured", "met", "its matrix products alone"]
 PROVENANCE = {"command", "machine", "commit"}
 LONGHORN_AND_PEERS = {
     "longhorn native": "Longhorn, C kernel (default)",
@@ -218,17 +216,6 @@ def spade_ssm_cost(figures: dict) -> str:
     return (
         f"{table}\nA prompt of {prefill['tokens']} tokens in pieces of {prefill['piece']} takes "
         f"{prefill['pieces_to_whole']}x the time of one piece.\n"
-    )
-
-
-def targets() -> str:
-    """What the project set out to reach on CPU and did not; the rest is counted."""
-    measured = "; ".join(dict.fromkeys(measured_on(load(name)) for name in target_list.sources()))
-    rows, met = target_list.rows(), TARGET_COLUMNS.index("met")
-    missed = [row for row in rows if row[met] != "yes"]
-    return (
-        f"{len(rows) - len(missed)} of {len(rows)} are met; the others:\n\n{markdown_table(TARGET_COLUMNS, missed)}\n"
-        f"*{measured}.*\n"
     )
 
 
@@ -415,7 +402,7 @@ TABLES = {
 }
 
 
-WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have no file of their own
+WITHOUT_RESULTS = {"checkpoints": checkpoints}  # which has no file of its own
 
 
 def measured_on(figures: dict) -> str:
