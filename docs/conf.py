@@ -70,7 +70,9 @@ CONTENTS = {
         "Project": ["limits", "troubleshooting", "extending", "reference"],
     },
     "docs/generating": {"": ["batching", "command_line"]},
-    "docs/experiments": {"": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]},
+    "docs/experiments": {
+        "": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]
+    },
     "docs/quality": {"": ["/reports/*"]},
     "docs/extending": {
         "": [

@@ -1,20 +1,29 @@
-"""What the compiler made of every launch, for cards that are not here, as it is on record. Needs no Triton.
+"""What compilers make of the Triton kernels for cards that are not here: shared memory, and spills in inner loops.
 
-`python -m tools.triton_versions --limits` makes the record, and goes on with it. How many registers went to memory
-and back in inner loops is listed by kernel, class and dtype: a launch with more of them is found out.
+Where Triton is installed a launch of every op is compiled; with HF_HYBRID_SSM_THOROUGH for three generations of cards
+and 16 to 256 states (an hour and a half of a processor). `python -m tests.reporting triton` takes every version.
 """
 
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
 from collections import defaultdict
-from itertools import product
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from benchmarks import launch_record
-from benchmarks.kernel_limits import CAPABILITIES, DTYPES, Inputs, launches
+from tests.ops.kernel_cases import spills_of
+from tests.reporting import THOROUGH
 from tools.triton_versions import VERSIONS
 
-RECORD = launch_record.read()
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes
+STATES = ("16", "32", "64", "128", "256") if THOROUGH else ("16",)
 # a kernel whose largest tiles a card may refuse, and what is launched in their place
 SMALLER = {"chunk_backward_kernel": ("chunk_backward_kernel", "backward_kernel"), "finish_kernel": ("finish_kernel",)}
 # kernel, class and dtype: registers that go to memory and back in inner loops, at most; all others none
@@ -42,77 +51,64 @@ SPILLS = {
 }
 
 
-def every_launch():
-    """Of each version that is admitted and each generation of cards: op, class, dtype, whether rows are aligned."""
-    for version, sm, dtype, aligned in product(VERSIONS, CAPABILITIES, DTYPES, (True, False)):
-        for op, shape_class, _ in launches(Inputs(DTYPES[dtype], aligned=aligned)):
-            yield version, sm, op, shape_class, dtype, aligned
-
-
-def test_the_record_has_no_launch_that_is_not_made():
-    assert set(RECORD) <= set(every_launch())
-
-
-def test_every_launch_is_on_record():
-    """For each version that is admitted and each generation of cards, of the kernels as they are."""
-    assert set(every_launch()) <= set(RECORD), "python -m tools.triton_versions --limits compiles what is lacking"
-    assert {
-        name[2] for name, launch in RECORD.items() if launch["source"] != launch_record.source_of(name[2])
-    } == set()
-
-
-def test_a_record_is_read_as_it_was_written(tmp_path, monkeypatch):
-    """Also a launch that found no room; one of other kernels takes the place of what is on record of them."""
-    monkeypatch.setattr(launch_record, "FILE", tmp_path / "record.json")
-    programs = [["b_kernel", 3, 64, 9, 0], ["a_kernel", 1, 2**18, 5, 1]]
-    first = dict(zip(launch_record.NAME, ("3.6.0", 90, "an_op", "N=2", "float32", True)))
-    first |= {"source": "1", "launch": launch_record.LAUNCHED, "programs": programs}
-    second = first | {"sm": 80, "launch": "no room", "programs": programs[1:]}
-    for launch in (first, second):
-        launch_record.add(launch)
-    assert sorted(launch_record.read().values(), key=str) == sorted([first, second], key=str)
-    launch_record.add(second | {"source": "2"})
-    assert list(launch_record.read().values()) == [second | {"source": "2"}]
-
-
-@pytest.mark.parametrize("name", RECORD, ids=lambda name: "-".join(map(str, name)))
-def test_a_launch_finds_room(name):
-    programs = list(launch_record.programs([RECORD[name]]))
-    fitting = {program["kernel"] for program in programs if program["fits"]}
-    assert RECORD[name]["launch"] == launch_record.LAUNCHED and programs
+@pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton: `python -m tests.reporting triton` has every one"
+)
+@pytest.mark.timeout(7200 if THOROUGH else 900)
+@pytest.mark.parametrize("capability", SHARED if THOROUGH else [90])
+def test_launches_find_room_and_inner_loops_spill_no_more_than_is_listed(capability):
+    """In a process of its own, which has one driver."""
+    command = [sys.executable, "-m", "tests.ops.kernel_launches", str(capability), *STATES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    programs = [json.loads(line) for line in done.stdout.splitlines()]
+    launched, worst = defaultdict(set), defaultdict(int)
     for program in programs:
-        assert program["fits"] == (program["shared"] <= SHARED[program["sm"]])
-        assert program["fits"] or fitting & set(SMALLER[program["kernel"]]), program
-
-
-def test_inner_loops_spill_no_more_than_is_listed():
-    worst = defaultdict(int)
-    for program in launch_record.programs(RECORD.values()):
-        if program["fits"]:
+        if program["shared"] <= SHARED[capability]:
+            launched[program["op"], program["class"], program["dtype"], program["aligned"]].add(program["kernel"])
             name = (program["kernel"], program["class"], program["dtype"])
-            worst[name] = max(worst[name], program["spills in inner loops"])
+            worst[name] = max(worst[name], program["spills"])
+    assert len({program["op"] for program in programs}) == 8
+    for program in programs:
+        if program["shared"] > SHARED[capability]:  # gave way to smaller tiles, or to tokens
+            here = launched[program["op"], program["class"], program["dtype"], program["aligned"]]
+            assert here & set(SMALLER[program["kernel"]]), program
     assert {name: most for name, most in worst.items() if most > SPILLS.get(name, 0)} == {}
-    assert set(SPILLS) == {name for name, most in worst.items() if most}
 
 
-def test_a_digest_follows_kernels_and_nothing_else(tmp_path, monkeypatch):
-    """Of an op's kernels and of the helpers that they call, but for comments and what only launches them."""
-    folder, helpers = tmp_path / "an_op", tmp_path / "core" / "triton_helpers.py"
-    folder.mkdir()
-    helpers.parent.mkdir()
-    monkeypatch.setattr(launch_record, "OPS", tmp_path)
-    kernel = "@kernel\ndef a_kernel(x, B: tl.constexpr):\n    store(x, {})\n\n\ndef launch():\n    {}\n"
-    helper = "@triton.jit\ndef store(x, y):\n    tl.store(x, {})\n\n\n@triton.jit\ndef other(x):\n    return {}\n"
+def test_spills_are_counted_in_inner_loops_alone():
+    line = "        /*{:04x}*/                   {} ;\n"
+    loop = ["STL [R1], R2", *["FFMA R1, R2, R3, R4"] * 8, "@P0 LDL.64 R2, [R1]", "@P1 BRA `(.L_x_1)"]
+    body = ["STL [R1], R9", *loop, "EXIT", "BRA `(.L_x_2)"]
+    text = "".join(
+        (".L_x_1:\n" if number == 1 else "") + line.format(number, each) for number, each in enumerate(body)
+    )
+    assert spills_of(text) == 2
 
-    def digest(value="1", launched="pass", stored="y", unused="x"):
-        (folder / "triton.py").write_text(kernel.format(value, launched), encoding="utf-8")
-        helpers.write_text(helper.format(stored, unused), encoding="utf-8")
-        launch_record.source_of.cache_clear()
-        return launch_record.source_of("an_op")
 
-    try:
-        plain = digest()
-        assert digest(launched="return 5") == plain == digest(value="1  # one\n    ") == digest(unused="x + 1")
-        assert len({plain, digest(value="2"), digest(stored="y + y")}) == 3
-    finally:
-        launch_record.source_of.cache_clear()
+def test_versions_are_those_that_are_admitted():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    floor = re.search(r">=([\d.]+)", project["optional-dependencies"]["gpu"][0])[1]
+    assert VERSIONS[0].rsplit(".", 1)[0] == floor and list(VERSIONS) == sorted(VERSIONS)
+    helpers = (ROOT / "src/hf_hybrid_ssm/ops/core/triton_helpers.py").read_text(encoding="utf-8")
+    assert f"LOWEST = ({floor.replace('.', ', ')})" in helpers
+
+
+@pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_launches_have_one_axis(file):
+    """It takes 2^31 - 1 programs, the others 65,535: fewer than a long row has tiles, or a large batch rows."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    ids = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in ("program_id", "num_programs")]
+    assert all(ast.literal_eval(n.args[0]) == 0 for n in ids)
+    launches = [n.func for n in calls if isinstance(n.func, ast.Subscript) and "kernel" in ast.unparse(n.func.value)]
+    grids = [launch.slice for launch in launches]
+    grids += [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and "grid" in ast.unparse(n.targets[0])]
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "grid" in n.name]
+    grids += [n.value for function in functions for n in ast.walk(function) if isinstance(n, ast.Return)]
+    assert all(not isinstance(grid, ast.Tuple) or len(grid.elts) == 1 for grid in grids)
+
+
+def test_there_are_launches_to_look_at():
+    texts = [file.read_text(encoding="utf-8") for file in LAUNCHERS]
+    assert sum(len(re.findall(r"_kernel\[", text)) for text in texts) >= 12

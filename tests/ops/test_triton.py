@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hf_hybrid_ssm.ops
-from benchmarks import kernel_evidence
+from tests.ops import kernel_cases
 
 REASON = "needs Triton: `python -m tests.reporting triton` takes every version"
 triton = pytest.importorskip("triton", minversion="3.6", reason=REASON)
@@ -33,13 +33,13 @@ def test_kernels_agree_with_the_reference(cases):
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_every_kernel_has_evidence():
-    """What the page reports of is all that the package launches."""
-    reported = {kernel.fn for _, _, kernel, _ in kernel_evidence.cases()}
+def test_every_kernel_is_a_case():
+    """What is compiled here is all that the package launches."""
+    reported = {kernel.fn for _, _, kernel, _ in kernel_cases.cases()}
     package = hf_hybrid_ssm.ops
     names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     modules = [import_module(name) for name in names if re.search(r"\.triton\w*$", name)]
-    kernels = {kernel.fn for module in modules for kernel in kernel_evidence.kernels_of(module).values()}
+    kernels = {kernel.fn for module in modules for kernel in kernel_cases.kernels_of(module).values()}
     assert kernels and kernels == reported
 
 
@@ -126,7 +126,7 @@ def test_sizes_that_find_no_room_give_way_to_smaller_ones_and_are_not_tried_agai
 def small_cases():
     """A case of each kernel, and of each pass of those that have several."""
     seen = {}
-    for op, _, kernel, constants in kernel_evidence.cases():
+    for op, _, kernel, constants in kernel_cases.cases():
         small = SMALL if op == "longhorn_scan" and "STAGES" in constants else {}
         documents = {"HAS_DOCUMENTS": True} if op == "longhorn_scan" else {}
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
@@ -138,7 +138,7 @@ def small_cases():
 def test_kernels_compile_for_cards(kernel, constants, tmp_path, monkeypatch):
     """Every kernel with every option on, to machine code: the interpreter accepts more than the compiler does."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = kernel_evidence.compile_for(kernel, 90, constants, num_warps=constants.get("num_warps", 4))
+    compiled = kernel_cases.compile_for(kernel, 90, constants, num_warps=constants.get("num_warps", 4))
     assert f".entry {kernel.fn.__name__}" in compiled.asm["ptx"] and compiled.asm["cubin"]
     if not kernel.fn.__module__.endswith("long_conv.triton"):  # whose rows are no longer than `LONGEST`
         assert not multiplied_in_32_bits(compiled.asm["ttir"], tiles="longhorn_scan" in kernel.fn.__module__)
@@ -169,34 +169,20 @@ def test_older_cards(tmp_path, monkeypatch):
     found = [case.values for case in small_cases() if re.search(scans, case.id)]
     assert len(found) == 2 + 3 + 1
     for kernel, constants in found:
-        assert kernel_evidence.compile_for(kernel, 80, constants, num_warps=constants["num_warps"]).asm["cubin"]
+        assert kernel_cases.compile_for(kernel, 80, constants, num_warps=constants["num_warps"]).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_scan_stays_in_registers(capability, tmp_path, monkeypatch):
-    """At its real sizes. The layout that Triton 3.6 takes from whole tiles of states needs thirty times as many
-    instructions, and spills."""
+    """At its real sizes. The layout that Triton 3.6 takes from whole tiles of states spills."""
     from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels, triton_sizes
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sizes = triton_sizes.tile_sizes(16, backward=False)
     constants = sizes | {"WIDTH": triton_sizes.WIDTH, "HAS_DOCUMENTS": False}
     options = {"num_warps": sizes["num_warps"]}
-    compiled = kernel_evidence.compile_for(triton_kernels.forward_kernel, capability, constants, **options)
-    found = kernel_evidence.read_machine_code(compiled)
-    assert found["spills in inner loops"] == 0
-    assert sum(found["inner loops"]) * 32 * sizes["num_warps"] / sizes["T"] / sizes["BD"] < 140
-
-
-def test_the_page_of_evidence_is_of_these_kernels():
-    """A kernel that was added or renamed, or tile sizes that changed, ask for a new page."""
-    records = [r for r in kernel_evidence.read_records() if r["triton"] == triton.__version__]
-    reported = {(r["op"], r["kernel"], r["class"]): r for r in records}
-    if not reported:
-        pytest.skip(f"the page has nothing of Triton {triton.__version__}: `tests.reporting triton` counts")
-    for op, shape_class, kernel, constants in kernel_evidence.cases():
-        name = (op, kernel.fn.__name__, shape_class)
-        assert reported[name]["sizes"] == kernel_evidence._plain_sizes(constants)
+    compiled = kernel_cases.compile_for(triton_kernels.forward_kernel, capability, constants, **options)
+    assert kernel_cases.spills_in_inner_loops(compiled) == 0
 
 
 def test_versions_that_nobody_compiled_with_are_refused(monkeypatch):

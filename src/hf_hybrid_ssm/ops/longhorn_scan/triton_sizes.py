@@ -16,7 +16,7 @@ BLOCKS = (64, 32, 16)  # fewer make the backward's scratch smaller, which may th
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time
 WIDTH = 16  # channels that lie together in a checkpoint
 NAMES = ("BD", "T", "S", "num_warps", "STAGES")
-# by N up to: what the compiler's reports in reports/kernel_evidence.md speak for
+# by N up to: where compilers make the fewest instructions
 FORWARD = {
     16: {"BD": 32, "T": 8, "S": 16, "num_warps": 1, "STAGES": 3},
     32: {"BD": 32, "T": 8, "S": 16, "num_warps": 2, "STAGES": 3},

@@ -1,38 +1,16 @@
-"""Do the programs that the package launches find room on cards that are not here, and do they stay in registers?
+"""What launches every Triton kernel, forward and backward, all options on; run as a program it compiles all of it.
 
-Every Triton kernel is launched by the package itself, for 16 to 256 states, in float32 and bfloat16, with inputs that
-are aligned and with some that are not, all options on. The launches are compiled for a generation of cards and meet
-its limit of shared memory (`benchmarks/absent_card.py`). Where a launch falls back to smaller sizes, what was refused
-stays on record. Nothing runs, and nothing here was measured on a card.
+    python -m tests.ops.kernel_launches 90 16 64     for a card of capability 90, of 16 and 64 states
 
-    python -m benchmarks.kernel_limits                    every generation, with the Triton that is installed
-    python -m benchmarks.kernel_limits --capability 90    one generation (five minutes of one processor)
-    python -m benchmarks.kernel_limits --seconds 500      ends after so long, and goes on when it is run again
-    python -m benchmarks.kernel_limits --again            also what is on record, to see how long it takes
-    python -m benchmarks.kernel_limits --page             only writes the page of what is on record
-    python -m tools.triton_versions --limits              with every version that pyproject.toml admits
-
-A launch is on record under the digest of its op's kernels (`launch_record.source_of`): what is on record of the
-sources as they are is not compiled again. Writes reports/kernel_limits.json after each launch, and the page at the
-end; `tests/ops/test_kernel_limits.py` bounds them.
+A line of JSON for each program that a launch asks for. Nothing runs, and nothing here was measured on a card.
 """
 
-import argparse
-import subprocess
+import json
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks import launch_record
-from benchmarks.kernel_evidence import read_machine_code
-from benchmarks.launch_record import NAME, PROGRAM
-
-ROOT = Path(__file__).parents[1]
-CAPABILITIES = (90, 80, 100)
 STATES = (16, 32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ORDERS = ((50, 5), (220, 22))  # of memories, with the rows of their attention
@@ -169,75 +147,27 @@ def diagonal(inputs: Inputs, form: str) -> None:
     diagonal_scan(decay, x, rows=rows, initial_state=start)[0].abs().sum().backward()
 
 
-def examine(capability: int, only: list[str], states: list[int], until: float, *, again: bool = False) -> bool:
-    """Put on record each program that a launch asks for, launch by launch; those on record only `again`.
-
-    Returns:
-        Whether it came to the end before the clock showed `until`.
-    """
-    import triton
-    from triton.runtime.errors import OutOfResources
-
+def main(capability: int, states: set[str]) -> None:
+    """Compile what is launched for a card that is not here; of a class without states all."""
     from benchmarks import absent_card
+    from tests.ops.kernel_cases import spills_in_inner_loops
 
     asked = absent_card.install(capability)
-    known = launch_record.read()
-    for dtype, aligned in ((dtype, aligned) for dtype in DTYPES for aligned in (True, False)):
-        for op, shape_class, launch in launches(Inputs(DTYPES[dtype], aligned=aligned)):
-            if (only and op not in only) or (states and shape_class.split(",")[0] not in {f"N={n}" for n in states}):
-                continue
-            name = dict(zip(NAME, (triton.__version__, capability, op, shape_class, dtype, aligned)))
-            source = launch_record.source_of(op)
-            if not again and known.get(tuple(name.values()), {}).get("source") == source:
-                continue
-            if time.time() > until:
-                return False
-            asked.clear()
-            absent_card.forget()
-            begin = time.process_time()
-            try:
+    for dtype in DTYPES:
+        for aligned in (True, False):
+            for op, shape_class, launch in launches(Inputs(DTYPES[dtype], aligned=aligned)):
+                if shape_class.startswith("N=") and shape_class.split(",")[0] not in states:
+                    continue
+                asked.clear()
+                absent_card.forget()
                 launch()
-                ends = launch_record.LAUNCHED
-            except OutOfResources as error:
-                ends = str(error)
-            spent = time.process_time() - begin
-            programs = [program_of(each) for each in asked]
-            launch_record.add(name | {"source": source, "launch": ends, "programs": programs})
-            print(
-                f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}, {spent:.1f} s",
-                flush=True,
-            )
-    return True
-
-
-def program_of(asked: Any) -> list:
-    """Its numbers, in the order of `launch_record.PROGRAM`."""
-    found = read_machine_code(asked.program) | {"kernel": asked.kernel.fn.__name__}
-    return [found[name] for name in PROGRAM]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
-    parser.add_argument("--only", nargs="+", default=[], help="only these ops")
-    parser.add_argument("--states", type=int, nargs="+", choices=STATES, default=[], help="only classes of so many")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no launch after so long")
-    parser.add_argument("--again", action="store_true", help="compile what is on record too")
-    parser.add_argument("--page", action="store_true", help="only write the page of what is on record")
-    options = parser.parse_args()
-    until = time.time() + options.seconds
-    if len(options.capability) == 1 and not options.page:
-        examine(options.capability[0], options.only, options.states, until, again=options.again)
-    elif not options.page:
-        for capability in options.capability:  # a process has one driver
-            command = [sys.executable, "-m", "benchmarks.kernel_limits", "--capability", str(capability)]
-            command += ["--again"] if options.again else []
-            command += ["--only", *options.only] if options.only else []
-            command += ["--states", *map(str, options.states)] if options.states else []
-            subprocess.run([*command, "--seconds", str(until - time.time())], cwd=ROOT, check=True)
-    launch_record.write_page()
-    return 0
+                for each in asked:
+                    told = {"op": op, "class": shape_class, "dtype": dtype, "kernel": each.kernel.fn.__name__}
+                    told |= {"aligned": aligned, "shared": each.program.metadata.shared}
+                    fits = told["shared"] <= absent_card.SHARED[capability]
+                    told["spills"] = spills_in_inner_loops(each.program) if fits else None
+                    print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(int(sys.argv[1]), {f"N={number}" for number in sys.argv[2:]})
