@@ -148,10 +148,11 @@ def class_with_loss(variant: str) -> str:
 COMBINATIONS = [(variant, name) for variant in EVERY for name in classes_of(variant)]
 
 
-def build(variant: str, class_name: str | None = None) -> PreTrainedModel:
+def build(variant: str, class_name: str | None = None, wide: bool = False) -> PreTrainedModel:
     """A model whose every parameter and saved buffer was moved away from its initial value."""
     torch.manual_seed(0)
-    model = classes_of(variant)[class_name or class_with_loss(variant)](config_of(variant)).eval()
+    config = config_of(variant, **(WIDER[EVERY[variant][0]] if wide else {}))
+    model = classes_of(variant)[class_name or class_with_loss(variant)](config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in {id(t): t for t in model.parameters()}.values():

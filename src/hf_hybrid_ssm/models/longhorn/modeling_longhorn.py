@@ -369,6 +369,8 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
 
 
 def _uniform_fan_in(linear: nn.Linear, scale: float = 1.0) -> None:
+    if getattr(linear, "weight", None) is None:
+        return  # a quantizer's map, whose codes were loaded
     bound = scale / math.sqrt(linear.in_features)
     init.uniform_(linear.weight, -bound, bound)
 
