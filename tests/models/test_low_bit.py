@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
-from hf_hybrid_ssm import LowBitConfig
+from hf_hybrid_ssm import LmuIsaForSequenceClassification, LmuIsaModel, LowBitConfig
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
@@ -108,6 +109,34 @@ def test_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="LowBitConfig is for CPUs; device_map asks for cuda"):
         type(model).from_pretrained(tmp_path, quantization_config=LowBitConfig(), device_map={"": "cuda"})
+
+
+@pytest.mark.parametrize("tensor", ["weight_codes", "weight_scales", "bias"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_a_rounded_folder_lacks_is_not_made_up(bits, tensor, tmp_path):
+    model = language_model("lmu-isa", wide=True)
+    model.save_pretrained(tmp_path)
+    load = type(model).from_pretrained
+    load(tmp_path, quantization_config=LowBitConfig(bits=bits)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    missing = next(
+        name for name in tensors if name.endswith(f".{tensor}") and name.replace(tensor, "weight_codes") in tensors
+    )
+    safetensors.torch.save_file({name: tensors[name] for name in tensors if name != missing}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 tensors of rounded maps are not in the folder.*: {missing}"):
+        load(tmp_path)
+
+
+def test_a_rounded_folder_has_no_other_head(tmp_path):
+    model = language_model("lmu-isa", wide=True)
+    model.save_pretrained(tmp_path)
+    rounded = type(model).from_pretrained(tmp_path, quantization_config=LowBitConfig())
+    rounded.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"2 tensors of rounded maps are not in the folder.*: score\.weight_codes"):
+        LmuIsaForSequenceClassification.from_pretrained(tmp_path)
+    base = LmuIsaModel.from_pretrained(tmp_path)
+    assert rounded_maps(base) == {name.removeprefix("model.") for name in rounded_maps(rounded)} - {"lm_head"}
 
 
 RELOADED = """

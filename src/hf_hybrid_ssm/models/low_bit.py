@@ -121,6 +121,8 @@ class LowBitQuantizer(HfQuantizer):
                     raise TypeError(f"{name}.weight must be float32, bfloat16 or float16, got {linear.weight.dtype}.")
                 rounded = LowBitLinear.from_linear(linear, bits=bits, group_size=config.group_size)
                 model.set_submodule(name, rounded)
+        else:
+            _check_whole({name: part for name, part in model.named_modules() if isinstance(part, LowBitLinear)})
         if isinstance(model.get_output_embeddings(), LowBitLinear) and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False  # the head has codes of its own, the embeddings keep theirs
             model.all_tied_weights_keys = {}
@@ -135,6 +137,22 @@ class LowBitQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _check_whole(maps: dict[str, nn.Module]) -> None:
+    """Refuse rounded maps of which the folder lacks a tensor: nothing trains them, so nothing may be made up."""
+    tensors = {
+        f"{name}.{key}": tensor
+        for name, part in maps.items()
+        for key, tensor in part.state_dict(keep_vars=True).items()
+    }
+    missing = [name for name, tensor in tensors.items() if not getattr(tensor, "_is_hf_initialized", False)]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} tensors of rounded maps are not in the folder, or have another shape there: "
+            f"{', '.join(missing[:5])}{', ...' if missing[5:] else ''}. Load it as the class that was saved, or round "
+            "the model again."
+        )
 
 
 if METHOD not in AUTO_QUANTIZER_MAPPING:
