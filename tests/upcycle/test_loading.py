@@ -87,10 +87,14 @@ def refused(tmp_path, kind):
             path.write_bytes(write_gguf(path).read_bytes()[:100])
             return path, ValueError, "is not a complete GGUF file"
         case "another architecture":
-            return write_gguf(path, architecture="gpt2"), ValueError, "model_type='gpt2' cannot be upcycled"
+            return (
+                write_gguf(path, architecture="gpt2"),
+                ValueError,
+                "is of the architecture 'gpt2', and GGUF files of",
+            )
         case "scaled positions":
-            more = {"llama__rope__scaling__type": "yarn"}
-            return write_gguf(path, **more), ValueError, r"rotary positions \(llama.rope.scaling.type\)"
+            more = {"llama.rope.scaling.type": "yarn"}
+            return write_gguf(path, keys=more), ValueError, r"rotary positions \(llama.rope.scaling.type='yarn'\)"
         case "a folder of GGUF files":
             write_gguf(path)
             return tmp_path, FileNotFoundError, "give one of its GGUF files, such as .*teacher.gguf"
@@ -149,11 +153,13 @@ def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypa
 def test_a_name_is_asked_of_the_hub_without_trust(monkeypatch, caplog):
     asked = []
     monkeypatch.setattr(
-        AutoConfig, "from_pretrained", lambda **given: asked.append(given) or (_ for _ in ()).throw(OSError("offline"))
+        AutoConfig,
+        "from_pretrained",
+        lambda name, **given: asked.append((name, given)) or (_ for _ in ()).throw(OSError("offline")),
     )
     with pytest.raises(OSError, match="offline"):
         load_teacher("someone/a-model")
-    assert asked == [{"pretrained_model_name_or_path": "someone/a-model", "trust_remote_code": False}]
+    assert asked == [("someone/a-model", {"trust_remote_code": False})]
     assert "the Hub is asked" in caplog.text and loading.logger.name == caplog.records[0].name
 
 

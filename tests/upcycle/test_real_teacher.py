@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.upcycle import load_teacher, recall_prompts, upcycle
+from hf_hybrid_ssm.upcycle.loading import open_teacher
 
 TEACHER, TEXTS = "HF_HYBRID_SSM_SMOLLM2", "HF_HYBRID_SSM_NOVELS"
 """Environment variables: the `.gguf` file, and files of JSON lines whose "text" are novels, joined as in PATH."""
@@ -76,6 +77,20 @@ def test_trained_sinks_lose_less():
     assert after[0, WINDOW] == pytest.approx(wanted[0, WINDOW], abs=1e-4)
     for place in ((512, 1024), (1024, 2048)):
         assert wanted[place] < after[place] < before[place], (wanted, before, after)
+
+
+@NEEDS_TEACHER
+def test_texts_are_the_tokens_of_llama_cpp():
+    """Digits one by one, and the space before them apart; two line ends before a digit are one token."""
+    tokenizer = open_teacher(os.environ[TEACHER]).load_tokenizer()
+    for text, ids in {
+        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+        "  multiple   spaces": [216, 2701, 256, 5600],
+        "a\n\n1. b  2": [81, 1116, 33, 30, 278, 256, 34],
+        "<|im_start|>user\nhi<|im_end|>": [1, 4093, 198, 6004, 2],
+    }.items():
+        assert tokenizer(text)["input_ids"] == ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
 @NEEDS_TEACHER

@@ -27,7 +27,7 @@ from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_d
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.upcycle.loading import load_teacher_model, load_tokenizer
+from hf_hybrid_ssm.upcycle.loading import load_teacher_model, open_teacher
 
 TEACHER = "HF_HYBRID_SSM_TEACHER"
 """The environment variable that says where the teacher is when no argument does."""
@@ -230,4 +230,4 @@ def tokenizer_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = 
     where = Path(folder)
     if (where / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    return load_tokenizer(teacher_of(where, teacher))
+    return open_teacher(teacher_of(where, teacher)).load_tokenizer()
