@@ -1,9 +1,11 @@
 """Derived fields of every family follow what they are computed from, until someone sets them."""
 
+import copy
 import json
 import logging
 import sys
 from dataclasses import fields as fields_of
+from pickle import dumps, loads
 
 import pytest
 import torch
@@ -58,25 +60,27 @@ def test_a_change_is_what_building_with_it_gives(kind, fields, wanted, tmp_path)
     built, changed = kind(**fields), kind()
     for name, value in fields.items():
         setattr(changed, name, value)
-    assert {name: getattr(changed, name) for name in wanted} == wanted
+    assert {name: getattr(changed, name, None) for name in wanted} == wanted
     assert changed.to_dict() == built.to_dict()
     kind().save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path, **fields)  # a saved field still follows
     loaded.name_or_path = ""
     assert loaded.to_dict() == saved(built, tmp_path) | loaded.to_dict()
-    assert {name: getattr(loaded, name) for name in wanted} == wanted
+    assert {name: getattr(loaded, name, None) for name in wanted} == wanted
 
 
 @changes
 def test_a_file_is_complete_and_reloads(kind, fields, wanted, tmp_path):
     config = kind(**fields)
     written = saved(config, tmp_path)
-    assert {name: written[name] for name in kind.derived} == {name: getattr(config, name) for name in kind.derived}
+    assert {name: written.get(name) for name in kind.derived} == {
+        name: getattr(config, name, None) for name in kind.derived
+    }
     assert not any(name.startswith("_") for name in written)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert saved(loaded, tmp_path) == written
     for name in kind.derived:
-        assert getattr(loaded, name) == getattr(config, name)
+        assert getattr(loaded, name, None) == getattr(config, name, None)
 
 
 def test_what_someone_set_stays():
@@ -164,11 +168,14 @@ def test_a_length_is_named_where_rotary_positions_have_no_bound(variant):
     config = config_of(variant)
     rotates = hasattr(config, "rope_parameters")
     unbounded = rotates and (
-        {"full_attention", "hybrid_ssm_mixed_attention"} & set(config.layer_types)
+        bool({"full_attention", "hybrid_ssm_mixed_attention"} & set(config.layer_types))
         or getattr(config, "use_rope_in_mixer", False)
     )
-    assert getattr(config, "max_position_embeddings", None) == (2048 if unbounded else None)
-    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+    for each in (config, type(config).from_dict(config.to_dict()), copy.deepcopy(config), loads(dumps(config))):
+        assert hasattr(each, "max_position_embeddings") == ("max_position_embeddings" in each.to_dict()) == unbounded
+        # which sentence-transformers compares with a number
+        assert getattr(each, "max_position_embeddings", 2048) == 2048
+        assert each.to_dict() == config.to_dict()
 
 
 def test_lengths_that_were_set_stay():
@@ -180,8 +187,14 @@ def test_lengths_that_were_set_stay():
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, **more}
         windows = LonghornConfig(num_hidden_layers=1, block_types=["sliding_attention"], rope_parameters=rope)
         assert windows.max_position_embeddings == 2048
+        unused = LonghornConfig(rope_parameters=rope)  # of layers that do not rotate
+        assert unused.max_position_embeddings == 2048
     with pytest.raises(ValueError, match="max_position_embeddings=0 must be positive"):
         BstConfig(max_position_embeddings=0)
+    config = BstConfig(max_position_embeddings=7)
+    config.max_position_embeddings = None
+    with pytest.raises(AttributeError, match="BstConfig has no max_position_embeddings: nothing limits it"):
+        _ = config.max_position_embeddings
 
 
 def test_generation_beyond_two_thousand_tokens_warns_of_no_limit(caplog):

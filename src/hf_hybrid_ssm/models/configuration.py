@@ -61,6 +61,26 @@ def _rope_type(rope_parameters: dict | None) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
+class AbsentWhenNone:
+    """A field that is no attribute while it is None: other programs take what is there for a number, as
+    sentence-transformers takes the lesser of `max_position_embeddings` and the tokenizer's length."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        if config is None:
+            return None  # of the class, where dataclasses look for the default
+        if self.name not in vars(config):
+            raise AttributeError(f"{owner.__name__} has no {self.name}: nothing limits it.")
+        return vars(config)[self.name]
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config).pop(self.name, None)
+        if value is not None:
+            vars(config)[self.name] = value
+
+
 class HybridConfigMixin:
     """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
 
@@ -87,11 +107,11 @@ class HybridConfigMixin:
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
         kwargs = without_removed_fields(self.model_type, kwargs, is_saved)
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
-        self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
+        self._following = frozenset(name for name in self.derived if getattr(self, name, None) == fields[name].default)
         if is_saved:
             # A saved configuration names every field; what equals the derived value was derived then, and is again.
             for name, value in self.derived.items():
-                if getattr(self, name) == value(self):
+                if getattr(self, name, None) == value(self):
                     self._following |= {name}
         self._derive()
         # The strict dataclass runs these again, but wraps what they raise; here a plain ValueError comes out.
@@ -128,7 +148,7 @@ class HybridConfigMixin:
     def _derive(self) -> None:
         for name, value in self.derived.items():
             if self.follows(name):
-                self.__dict__[name] = value(self)
+                object.__setattr__(self, name, value(self))
 
     def follows(self, name: str) -> bool:
         """Whether the field has its derived value, because nobody has set it."""
@@ -188,7 +208,7 @@ class HybridConfigMixin:
     def check_positive(self, *names: str) -> None:
         """Each named field must be > 0 and finite (None is allowed)."""
         for name in names:
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be positive{' and finite' if value == math.inf else ''}.")
 

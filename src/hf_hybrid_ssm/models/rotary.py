@@ -1,5 +1,8 @@
 """Rotary positions, as Llama has them."""
 
+import copy
+from typing import Any
+
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -13,6 +16,12 @@ class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
     """
 
     float32_parameters = ("inv_freq", "original_inv_freq")
+
+    def __init__(self, config: Any):
+        sized = copy.copy(config)
+        vars(sized).setdefault("max_position_embeddings", None)  # which Llama's reads, and here may be absent
+        super().__init__(sized)
+        self.config = config
 
 
 def with_sink_rotation(

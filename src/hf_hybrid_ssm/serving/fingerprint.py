@@ -25,5 +25,5 @@ def architecture(config: Any) -> dict[str, Any]:
     """The fields of a family's configuration that a state depends on, as JSON gives them back."""
     usual = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     own = (field.name for field in dataclasses.fields(config) if field.name not in usual)
-    values = {name: getattr(config, name) for name in own if not any(part in name for part in WITHOUT_EFFECT)}
+    values = {name: getattr(config, name, None) for name in own if not any(part in name for part in WITHOUT_EFFECT)}
     return json.loads(json.dumps(values))

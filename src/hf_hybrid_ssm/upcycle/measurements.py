@@ -24,7 +24,7 @@ Models = Mapping[str, Any]
 def needle_table(models: Models, tokenizer: Any, window: int, samples: int, progress: Progress | None = None) -> Table:
     """Whole answers right, of `samples` texts of 1, 4 and 8 windows that hide a number; those that a model cannot
     read, because its positions end before them, are left out for all."""
-    limits = [model.config.max_position_embeddings for model in models.values()]
+    limits = [getattr(model.config, "max_position_embeddings", None) for model in models.values()]
     most = min((limit for limit in limits if limit is not None), default=MULTIPLES[-1] * window)  # None: no end
     multiples = [multiple for multiple in MULTIPLES if multiple * window <= most]
     right = {name: dict.fromkeys(multiples, 0) for name in models}

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
-from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
+from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, AbsentWhenNone, Derived
 from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
@@ -109,7 +109,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
         max_position_embeddings (`int`, *optional*): Training length that scaled rotary positions refer to, 4096 by
-            default; None without them, as nothing limits the length.
+            default; no attribute without them, as nothing limits the length.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; T5's by default.
 
     ```python
@@ -193,7 +193,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = AbsentWhenNone()  # type: ignore[assignment]
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1

@@ -17,6 +17,7 @@ from hf_hybrid_ssm.models.configuration import (
     STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
+    AbsentWhenNone,
     Derived,
     HybridConfigMixin,
     gpt2_end_of_text,
@@ -97,8 +98,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in
             the paper.
         max_position_embeddings (`int`, *optional*): Training length of layers whose rotary positions have no bound
-            (full attention, rotary keys in the scan) or are scaled, 2048 by default. Nothing limits the others: None,
-            so that generation warns of no limit.
+            (full attention, rotary keys in the scan) or are scaled, 2048 by default. Nothing limits the others, which
+            have no such attribute.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; the last two GPT-2's end of text
             by default, if the vocabulary has it.
 
@@ -186,7 +187,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     attention_bias: bool = False
     use_qk_norm: bool = False
     mlp_intermediate_size: int | None = None
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = AbsentWhenNone()  # type: ignore[assignment]
     pad_token_id: int | None = None
     bos_token_id: int | None = GPT2_END_OF_TEXT
     eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
@@ -226,7 +227,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def limits_positions(self) -> bool:
         """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
-        return self.use_rope_in_mixer or self.has_full_attention or (self.has_attention and self.scales_rope)
+        return self.use_rope_in_mixer or self.has_full_attention or self.scales_rope
 
     @property
     def has_full_attention(self) -> bool:
