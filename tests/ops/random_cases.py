@@ -220,6 +220,7 @@ def attention(drawn: Drawn) -> Call:
     causal = right is not None and right <= 0
     options: dict[str, Any] = {"window": (left, right), "chunk_size": drawn.random.choice([None, drawn.size(40)])}
     options |= {"seq_idx": drawn.documents(length), "lengths": drawn.lengths(length)}
+    options["softcap"] = drawn.random.choice([None, None, None, 0.6])
     columns = drawn.size(30)
     options["bias"] = drawn.optional(heads, columns if causal else 2 * columns + 1)
     options["zero_kv_sink"] = causal and left is not None and options["chunk_size"] is None and drawn.chance()

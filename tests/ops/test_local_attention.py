@@ -30,6 +30,7 @@ def dense(
     window,
     chunk_size=None,
     bias=None,
+    softcap=None,
     zero_keys=False,
     sink_logits=None,
     sink_values=None,
@@ -54,7 +55,9 @@ def dense(
         allowed = allowed & (chunk[:, :, None] == chunk[:, None])
     table = q.new_zeros(HEADS, 1) if bias is None else bias
     offset = 0 if right is not None and right <= 0 else table.shape[1] // 2
-    logits = q @ k.transpose(2, 3) * SIZE**-0.5 + table[:, (distance + offset).clamp(0, table.shape[1] - 1)]
+    logits = q @ k.transpose(2, 3) * SIZE**-0.5
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits + table[:, (distance + offset).clamp(0, table.shape[1] - 1)]
     weights = torch.where(allowed[:, None], logits, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if zero_keys:
@@ -96,9 +99,10 @@ def problems(draw, causal=None):
         absent = torch.rand(batch, HEADS, length, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
         values = torch.randn(HEADS, SIZE, generator=generator, dtype=torch.float64) if "constant" in sink else None
         sink = {"sink_logits": logits.masked_fill(absent, -torch.inf), "sink_values": values}
+    softcap = draw(st.sampled_from([None, None, 0.7]))
     return {
         "inputs": random_inputs(batch, length, seed),
-        "options": {"window": (left, right), "chunk_size": chunk_size, "bias": bias, **sink},
+        "options": {"window": (left, right), "chunk_size": chunk_size, "bias": bias, **sink, "softcap": softcap},
         "documents": documents,
         "lengths": lengths,
         "zero_keys": zero_keys,
@@ -323,6 +327,7 @@ def test_compiles_into_one_graph():
         ({"window": (-1, 0)}, "left must be at least 0"),
         ({"window": (2, -3)}, r"window=\(2, -3\): left must be at least 0, and at least -right"),
         ({"window": (4, 0), "chunk_size": 0}, "chunk_size"),
+        ({"window": (4, 0), "softcap": 0.0}, "softcap=0.0 must be positive"),
         ({"window": (4, 1), "zero_kv_sink": True}, "causal window"),
         ({"window": (4, 1), "return_final_state": True}, "looks ahead"),
         ({"window": (1, 1), "bias": torch.zeros(HEADS, 4)}, "odd"),

@@ -1,5 +1,7 @@
 """Attention within a window or a chunk, linear in the length of the sequence."""
 
+import math
+
 import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
@@ -43,6 +45,7 @@ def local_attention(
     chunk_size: int | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     head_scale: torch.Tensor | None = None,
     zero_kv_sink: bool = False,
     sink_logits: torch.Tensor | None = None,
@@ -67,6 +70,7 @@ def local_attention(
         bias: (H, R), added to the logits. Causal: column c belongs to distance c. Two-sided: R is odd, the middle
             column is distance 0, columns right of it look back. Distances beyond the table take its outermost value.
         scale: of q·k; E**-0.5 by default.
+        softcap: c > 0: instead of a = scale · q·k the logits have c tanh(a / c), as in Gemma 2, by torch's products.
         head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
             absolute value.
         zero_kv_sink: the distances that reach before the document's start hold keys and values that are 0
@@ -89,7 +93,7 @@ def local_attention(
             other.
     """
     window = Window.of(window)
-    if is_one_token(rows, q.shape[-2], initial_state) and dropout == 0:
+    if is_one_token(rows, q.shape[-2], initial_state) and dropout == 0 and softcap is None:
         if chunk_size is not None:
             window = window.within_chunk(chunk_size)
         options = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "backend": backend}
@@ -106,6 +110,8 @@ def local_attention(
     seq_idx, lengths = checked_rows(rows, batch, length)
     _check_options(window, chunk_size, zero_kv_sink)
     check_sink(sink_logits, sink_values, q, v, zero_kv_sink)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None.")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     bias_is_two_sided = window.looks_ahead
@@ -145,6 +151,7 @@ def local_attention(
         state=initial_state,
         seq_idx=seq_idx,
         lengths=lengths,
+        softcap=softcap,
     )
     if not rows.return_final_state:
         return y, None

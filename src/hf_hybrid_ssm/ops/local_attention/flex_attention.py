@@ -57,15 +57,16 @@ def local_attention_triton(
     state: AttentionState | None,
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """As `local_attention_torch`, which takes over what FlexAttention has not (dropout, an initial state), what would
+    """As `local_attention_torch`, which takes over what this does not (dropout, softcap, an initial state), what would
     not fill a block, and causal chunks without a bias, for which torch has a kernel."""
     few, has_sink = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD, sink_logits is not None
     by_chunk = not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx)
-    if few or dropout or state is not None or by_chunk:
+    if few or dropout or softcap is not None or state is not None or by_chunk:
         options: dict[str, Any] = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale}
         options |= {"dropout": dropout, "zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx}
-        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values}
+        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values, "softcap": softcap}
         return local_attention_torch(q, k, v, **options)
     (left, right), length = window, q.shape[2]
     ranges = distance_ranges(length, window, chunk_size, seen=None, seq_idx=seq_idx, lengths=lengths, device=q.device)

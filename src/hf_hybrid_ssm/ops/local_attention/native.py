@@ -54,12 +54,13 @@ def local_attention_native(
     state: AttentionState | None,
     seq_idx: Tensor | None,
     lengths: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """See `hf_hybrid_ssm.ops.local_attention.local_attention`; dropout runs in torch."""
-    if dropout:
+    """See `hf_hybrid_ssm.ops.local_attention.local_attention`; dropout and softcap run in torch."""
+    if dropout or softcap is not None:
         options: dict[str, Any] = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale}
         options |= {"dropout": dropout, "zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx}
-        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values}
+        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values, "softcap": softcap}
         return local_attention_torch(q, k, v, **options)
     seen = None
     if state is not None:

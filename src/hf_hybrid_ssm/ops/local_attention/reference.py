@@ -22,6 +22,7 @@ def local_attention_reference(
     state: AttentionState | None,
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
     if dropout:
@@ -54,8 +55,9 @@ def local_attention_reference(
                 near = (left is None or i - j <= left) and (right is None or j - i <= right)
                 same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
                 if near and same_chunk and known[i][0] == known[j][0]:
-                    product = (queries[i - count] * keys[j]).sum(-1)
-                    logits.append(product * scale + _bias(bias, i - j, two_sided, heads, dtype))
+                    product = (queries[i - count] * keys[j]).sum(-1) * scale
+                    product = product if softcap is None else softcap * (product / softcap).tanh()
+                    logits.append(product + _bias(bias, i - j, two_sided, heads, dtype))
                     seen_values.append(values[j])
             if zero_kv_sink:
                 assert left is not None and right is not None  # zeros fill a window

@@ -38,6 +38,7 @@ def local_attention_torch(
     state: AttentionState | None,
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
     dtype = _computed_in(q)
@@ -57,6 +58,7 @@ def local_attention_torch(
         state=state,
         seq_idx=seq_idx,
         lengths=lengths,
+        softcap=softcap,
     )
     attend = next(attend for suits, attend in STRATEGIES if suits(problem))
     return attend(problem).to(q.dtype)
@@ -80,6 +82,7 @@ class Problem:
     state: AttentionState | None
     seq_idx: torch.Tensor | None
     lengths: torch.Tensor | None
+    softcap: float | None = None
 
     @property
     def length(self) -> int:
@@ -94,6 +97,10 @@ class Problem:
     def is_plain(self) -> bool:
         """And all that differs between tokens is where they lie."""
         return self.is_new and self.lengths is None and self.sink_logits is None and not self.zero_kv_sink
+
+    @property
+    def of_softmax(self) -> dict[str, Any]:
+        return {"scale": self.scale, "dropout": self.dropout, "softcap": self.softcap}
 
     @property
     def two_sided(self) -> bool:
@@ -125,7 +132,7 @@ class Problem:
 def _suits_causal_chunks(problem: Problem) -> bool:
     p = problem
     by_chunk = is_causal_by_chunk(p.window, p.chunk_size, p.bias, p.dropout, p.state, p.seq_idx)
-    return p.sink_logits is None and by_chunk
+    return p.sink_logits is None and p.softcap is None and by_chunk
 
 
 def _by_causal_chunks(problem: Problem) -> torch.Tensor:
@@ -135,6 +142,8 @@ def _by_causal_chunks(problem: Problem) -> torch.Tensor:
 
 def _suits_uniform_blocks(problem: Problem) -> bool:
     p, names = problem, ("window", "chunk_size", "zero_kv_sink", "state", "seq_idx")
+    if p.softcap is not None:
+        return False
     return p.sink_logits is None and has_uniform_blocks(p.q, p.k, **{name: getattr(p, name) for name in names})
 
 
@@ -213,7 +222,7 @@ def _dense(problem: Problem) -> torch.Tensor:
     sink = problem.sink(ranges)
     sink = None if sink is None else sink._replace(logits=sink.logits.unsqueeze(-1))
     logits = problem.bias_at(distance)
-    return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, problem.scale, problem.dropout)
+    return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, **problem.of_softmax)
 
 
 def _blocks(problem: Problem, around: tuple[int, int], size: int, *, inner: tuple[int, int] | None) -> torch.Tensor:
@@ -256,7 +265,7 @@ def _blocks(problem: Problem, around: tuple[int, int], size: int, *, inner: tupl
             allowed = ((distance >= low) & (distance <= high)).expand(batch, -1, -1, -1).reshape(-1, 1, size, width)
         own_sink = None if sinks is None or sink is None else sink._replace(logits=sinks.flatten(0, 1))
         inputs = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        y = _attend(*inputs, allowed, logits, own_sink, problem.scale, problem.dropout)
+        y = _attend(*inputs, allowed, logits, own_sink, **problem.of_softmax)
         outputs.append(y.unflatten(0, (batch, pieces[index])))
     y = torch.cat(outputs, 1)
     return y.transpose(1, 2).reshape(batch, heads, count * size, y.shape[-1])[:, :, :length]
@@ -283,8 +292,10 @@ def _attend(
     allowed: torch.Tensor,
     logits: torch.Tensor | None,
     sink: Sink | None,
+    *,
     scale: float,
     dropout: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """softmax(q k^T scale + logits) v over the allowed keys, and 0 where there is none.
 
@@ -302,12 +313,33 @@ def _attend(
         shape = (*torch.broadcast_shapes(mask.shape[:3], sink.logits.shape[:3]), 1)
         mask = torch.cat([mask.expand(*shape[:3], -1), sink.logits.to(q.dtype).expand(shape)], -1)
         k, v = append_sink(k, v, sink.values, q.shape[1])
+    if softcap is not None:
+        y = _capped(q, k, v, mask, scale=scale, dropout=dropout, softcap=softcap)
+        return y if empty is None else torch.where(empty, 0.0, y)
     if empty is not None and can_use_cpu_flash_with_bias(q, k, v, logits if sink is None else mask, dropout):
         return torch.where(empty, 0.0, biased_attention(q, k, v, mask, scale))
     grouped = bool(q.shape[1] != k.shape[1])  # sizes of a trace may be symbolic
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
+
+
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+    dropout: float,
+    softcap: float,
+) -> torch.Tensor:
+    """softmax(c tanh(q k^T scale / c) + mask) v by its equation: torch's kernels have none for it."""
+    by_group = q.unflatten(1, (k.shape[1], -1))  # (R, G, H / G, Q, E)
+    logits = (torch.matmul(by_group, k.unsqueeze(2).mT) * (scale / softcap)).tanh().flatten(1, 2) * softcap
+    logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    weights = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
+    return torch.matmul(F.dropout(weights, dropout).unflatten(1, by_group.shape[1:3]), v.unsqueeze(2)).flatten(1, 2)
 
 
 STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Tensor]], ...] = (
