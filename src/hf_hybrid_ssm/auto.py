@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hf_hybrid_ssm import students
 from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.families import FAMILIES, owner_of
 from hf_hybrid_ssm.models.family import Family
@@ -88,15 +89,18 @@ def _register_configs(configuration_auto: ModuleType) -> None:
     for family in _free_families():
         configuration_auto.CONFIG_MAPPING._modules[family.model_type] = importlib.import_module(family.package)
         configuration_auto.CONFIG_MAPPING_NAMES[family.model_type] = family.config
+    configuration_auto.CONFIG_MAPPING._modules[students.MODEL_TYPE] = students
+    configuration_auto.CONFIG_MAPPING_NAMES[students.MODEL_TYPE] = students.CONFIG
 
 
 def _register_models(modeling_auto: ModuleType) -> None:
-    for family in _free_families():
-        for table, class_name in family.heads.items():
+    known = [(family.model_type, family.package, family.config, family.heads) for family in _free_families()]
+    for model_type, package, config, heads in (*known, students.REGISTERED):
+        for table, class_name in heads.items():
             mapping = getattr(modeling_auto, f"{table}_MAPPING")
-            mapping._modules[family.model_type] = importlib.import_module(family.package)
-            mapping._reverse_config_mapping[family.config] = family.model_type
-            getattr(modeling_auto, f"{table}_MAPPING_NAMES")[family.model_type] = class_name
+            mapping._modules[model_type] = importlib.import_module(package)
+            mapping._reverse_config_mapping[config] = model_type
+            getattr(modeling_auto, f"{table}_MAPPING_NAMES")[model_type] = class_name
 
 
 def _register_cache_layers(_: ModuleType) -> None:

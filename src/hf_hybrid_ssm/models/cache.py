@@ -460,7 +460,7 @@ def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, S
     That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
     cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
     """
-    layers = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
+    layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_initialized", False)]
     seen = layers[0].get_seq_length() if layers else 0
     if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
         seen = int(seen)

@@ -30,7 +30,7 @@ def check_finished(cache: Cache) -> None:
     layers = cache.layers
     if not layers or torch.compiler.is_compiling() or not getattr(layers[0], "unfinished", False):
         return
-    counts = [int(layer.get_seq_length()) for layer in layers]
+    counts = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
     if len(set(counts)) > 1 or any(getattr(layer, "is_torn", False) for layer in layers):
         raise ValueError(
             "cache is half advanced: the last forward with it broke off (an error or an interrupt), and its "

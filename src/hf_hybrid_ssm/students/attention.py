@@ -1,0 +1,262 @@
+"""The attention function of students, which transformers' attention layers call with queries, keys and values.
+
+Attention to all tokens stays what the teacher's is, on transformers' own cache layers and masks. Where a window takes
+its place, keys and values are states of this package's cache layers, and rows are read without their padding. So a
+layer may also see all tokens in some of its key/value groups and a window in the others.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.ops.core.rows import Rows, moved
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, append_to_window, local_attention
+from hf_hybrid_ssm.students.configuration import LayerPlan
+
+PREFIX = "hybrid_student|"
+"""Before the name of the attention of layers that see all tokens, in `config._attn_implementation`."""
+OF_WINDOW = "window_"
+"""Before the names of a window's states, in a layer that also keeps all keys and values of other groups."""
+ALL_BEFORE = Window.of((None, 0))
+
+
+@dataclass(eq=False)
+class Forward:
+    """What the layers have to know of one forward of a student; one keyword argument brings it down to them.
+
+    Args:
+        rows: as they are read.
+        cache: of this forward, or None.
+        query_scale: (B or 1, L) float32, of queries that see all tokens; None: 1.
+    """
+
+    rows: PackedRows
+    cache: Cache | None = None
+    query_scale: torch.Tensor | None = None
+    _own_document: torch.Tensor | None = field(default=None, repr=False)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Forward":
+        """accelerate asks this of what a layer on another device is called with."""
+        scale = None if self.query_scale is None else self.query_scale.to(device, non_blocking=non_blocking)
+        return replace(self, rows=moved(self.rows, device, non_blocking), query_scale=scale, _own_document=None)
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As transformers' attention functions: (B, heads, L, e) each → (B, L, heads, e) and weights, if any."""
+        windowed: WindowedAttention | None = module.__dict__.get("windowed")
+        if windowed is not None:
+            return windowed.attend(module, query, key, value, self, **options), None
+        query = self.scaled(query, value.dtype)
+        mask = self.within_documents(mask, query, key)
+        return own_attention(module)(module, query, key, value, mask, **options)
+
+    def scaled(self, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(B, H, L, e) queries that see all tokens, sharper the more these are."""
+        return query if self.query_scale is None else (query * self.query_scale[:, None, :, None]).to(dtype)
+
+    def within_documents(
+        self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The mask (B or 1, 1, L, T) of attention to all tokens, where a row packs documents: only to its own.
+
+        Raises:
+            ValueError: the attention that was chosen takes no such mask.
+        """
+        starts, past = self.rows.starts, self.rows.past
+        if starts is None:
+            return mask
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 4):
+            raise ValueError("packed rows need attn_implementation='sdpa' or 'eager' where layers see all tokens.")
+        if self._own_document is None or self._own_document.shape[-1] != key.shape[2]:
+            columns = torch.arange(key.shape[2], device=key.device)
+            before = columns <= (torch.arange(query.shape[2], device=key.device) + past).unsqueeze(1)
+            self._own_document = (before & (columns >= starts.unsqueeze(2))).unsqueeze(1)
+        own = self._own_document
+        if mask is None:
+            return own
+        return mask & own if mask.dtype == torch.bool else mask.masked_fill(~own, torch.finfo(mask.dtype).min)
+
+
+class WindowedAttention(RecurrentMixin):
+    """Attention of one layer to a window, or to all tokens in some key/value groups and a window in the others.
+
+    The inputs of its rows are queries (B, L, heads, e), keys and values (B, L, groups, e), of the groups that see all
+    tokens and then of the others.
+    """
+
+    def __init__(self, layer_idx: int, plan: LayerPlan, groups: int):
+        assert plan.window is not None  # `HybridStudentConfig` refuses windows without a size
+        self.layer_idx = layer_idx
+        self.window = Window.of((plan.window, 0))
+        windowed = [group for group in range(groups) if group not in plan.groups]
+        self.parts = [("", windowed, self.window)]
+        if plan.groups:
+            self.parts = [("", list(plan.groups), ALL_BEFORE), (OF_WINDOW, windowed, self.window)]
+        self.groups = groups
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        forward: Forward,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """(B, heads, L, e) each → (B, L, heads, e).
+
+        Args:
+            scaling: of q·k; e**-0.5 by default.
+            dropout: on the softmax.
+            softcap: s, for logits s tanh(logit / s).
+            s_aux: (heads,) logits of one more column of the softmax.
+            others: what transformers tells the attention of the teacher, such as its own window.
+        """
+        if query.dtype != value.dtype or key.dtype != value.dtype:  # under autocast the angles are float32
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        if len(self.parts) == 1:
+            inputs = [query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)]
+        else:
+            whole = forward.scaled(query, value.dtype)
+            inputs = [self._of_groups(x, self.parts[0][1]) for x in (whole, key, value)]
+            inputs += [self._of_groups(x, self.parts[1][1]) for x in (query, key, value)]
+        options = {"scale": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+        return self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
+
+    def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
+        """(B, heads, L, e) → (B, L, those of some key/value groups, e)."""
+        by_group = heads.unflatten(1, (self.groups, -1))
+        return torch.cat([by_group[:, group] for group in groups], 1).transpose(1, 2)
+
+    def forward_rows(  # type: ignore[override]
+        self,
+        *inputs: torch.Tensor,
+        past: States,
+        rows: Rows,
+        scale: float | None,
+        dropout: float,
+        softcap: float | None,
+        s_aux: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, States]:
+        outputs: list[torch.Tensor] = []
+        states: States = {}
+        for index, (prefix, groups, window) in enumerate(self.parts):
+            query, key, value = (x.transpose(1, 2) for x in inputs[3 * index : 3 * index + 3])
+            sink: dict[str, Any] = {}
+            if s_aux is not None:
+                logits = s_aux if len(self.parts) == 1 else s_aux.unflatten(0, (self.groups, -1))[groups].flatten()
+                sink["sink_logits"] = logits.float()[None, :, None].expand(query.shape[:3])
+            output, state = local_attention(
+                query,
+                key,
+                value,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                dropout=dropout,
+                rows=rows,
+                initial_state=_state(past, prefix),
+                **sink,
+            )
+            outputs.append(output.transpose(1, 2))
+            states |= {} if state is None else _named(state, prefix)
+        return self._together(outputs), states
+
+    def _together(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """(B, L, heads, e) of each part → of all groups in their order."""
+        if len(outputs) == 1:
+            return outputs[0]
+        by_group: dict[int, torch.Tensor] = {}
+        for output, (_, groups, _) in zip(outputs, self.parts):
+            by_group |= dict(zip(groups, output.chunk(len(groups), 2)))
+        return torch.cat([by_group[group] for group in range(self.groups)], 2)
+
+    def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
+        """The keys and values alone, without attending."""
+        states: States = {}
+        for index, (prefix, _, window) in enumerate(self.parts):
+            key, value = (x.transpose(1, 2) for x in inputs[3 * index + 1 : 3 * index + 3])
+            held = rows.capacity if window.left is None else window.left
+            states |= _named(append_to_window(_state(past, prefix), key, value, held, rows), prefix)
+        return states
+
+
+def _state(past: States, prefix: str) -> AttentionState | None:
+    if not past:
+        return None
+    return AttentionState(*(past[prefix + name] for name in AttentionState._fields))
+
+
+def _named(state: AttentionState, prefix: str) -> States:
+    return {prefix + name: tensor for name, tensor in state._asdict().items()}
+
+
+def student_attention(
+    module: nn.Module, *heads: torch.Tensor, student: Forward | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers' attention layers of a student call.
+
+    Raises:
+        ValueError: a layer was called alone, without what the student's forward hands down.
+    """
+    if student is None:
+        raise ValueError(
+            f"{type(module).__name__} of a student was called without `student`, which the forward of the model "
+            "hands down to its layers: call the model."
+        )
+    return student.attend(module, *heads, **options)
+
+
+def own_attention(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The teacher's attention, by the implementation that was chosen for it."""
+    name = module.config._attn_implementation.removeprefix(PREFIX)
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def implementation(own: str) -> str:
+    """The name under which students attend where `own` is the teacher's attention; registered with transformers.
+
+    Raises:
+        ValueError: it is one that reads its name in the configuration.
+    """
+    if "flash" in own:
+        raise ValueError(
+            f"attn_implementation={own!r}: students attend by 'sdpa', which takes torch's flash attention, or 'eager'."
+        )
+    name = PREFIX + own
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, student_attention)
+        AttentionMaskInterface.register(name, partial(_mask, own))
+    return name
+
+
+def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
+    """The mask of attention that is the teacher's own; None where no layer takes it: windows take none."""
+    of_window = local_size is not None and getattr(config, "attention_chunk_size", None) is None
+    if of_window or all(layer.attention != "full" for layer in config.plan.layers):
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, config=config, local_size=local_size, **options)

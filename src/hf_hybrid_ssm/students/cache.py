@@ -1,0 +1,74 @@
+"""The cache layers of students: this package's where there is a window, transformers' elsewhere."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import StaticLayer
+
+from hf_hybrid_ssm.models.cache import (
+    RecurrentStateLayer,
+    StaticRecurrentStateLayer,
+    is_recurrent_state_layer,
+    prepare_cache,
+)
+from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+
+
+class WindowedLayer(RecurrentStateLayer):
+    """States that the attention function keeps, where transformers' attention layers would append keys and values."""
+
+    _layer_type = None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return keys, values
+
+    def offload(self) -> None:
+        """They stay where attention is: of one size, and asked for at once."""
+
+    prefetch = offload
+
+
+class StaticWindowedLayer(StaticRecurrentStateLayer):
+    """`WindowedLayer` of a static cache."""
+
+    _layer_type = None
+    update = WindowedLayer.update
+    offload = prefetch = WindowedLayer.offload
+
+
+@dataclass
+class _Layers:
+    """What `prepare_cache` asks a configuration."""
+
+    layer_types: list[str]
+    model_type: str
+
+
+def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: int) -> Cache:
+    """The cache to use in a forward, as of `prepare_cache`: a new one, or the given one with its empty layers fitted.
+
+    Raises:
+        TypeError, ValueError: as of `prepare_cache`.
+    """
+    cache = DynamicCache(config=config) if cache is None else cache
+    fit_cache(cache, config)
+    kinds = [WINDOW_LAYER_TYPE if layer.is_windowed else layer.attention for layer in config.plan.layers]
+    return prepare_cache(cache, _Layers(kinds, config.model_type), batch_size)
+
+
+def fit_cache(cache: Any, config: HybridStudentConfig) -> None:
+    """Replace empty layers of a cache that was made for the teacher where the student has a window, in place."""
+    if isinstance(cache, DynamicCache) and not cache.layers:
+        cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
+    layers = getattr(cache, "layers", [])
+    for index, (layer, plan) in enumerate(zip(layers, config.plan.layers)):
+        if not plan.is_windowed or layer.is_initialized or is_recurrent_state_layer(layer):
+            continue
+        if isinstance(layer, StaticLayer):
+            layers[index] = StaticWindowedLayer(max(each.get_max_length() for each in layers))
+        else:
+            layers[index] = WindowedLayer()
+            layers[index].record_past = any(getattr(each, "record_past", False) for each in layers)

@@ -1,0 +1,300 @@
+# Copyright 2026 The hf-hybrid-ssm contributors.
+# Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
+"""The configuration of a student: its teacher's, and what became of each layer's attention."""
+
+import copy
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
+
+KINDS = ("full", "window", "none")
+SINKS = ("constant", "first_token")
+SUFFIX = "StudentConfig"
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What became of the attention of one layer.
+
+    Args:
+        attention: "full", the teacher's own; "window", where each token sees the `window` tokens before its own; or
+            "none", in a layer that has no attention.
+        window: W, of a layer with one.
+        groups: the key/value groups that see all tokens in a layer with a window; not all of them.
+        sink: what takes the place of the first token where a window has left it (see `Student`).
+    """
+
+    attention: str = "full"
+    window: int | None = None
+    groups: tuple[int, ...] = ()
+    sink: str | None = None
+
+    @property
+    def is_windowed(self) -> bool:
+        return self.attention == "window"
+
+
+@dataclass(frozen=True)
+class Student:
+    """What a student has beyond its teacher's configuration.
+
+    Args:
+        layers: one for each.
+        attn_scale, floor_scale: a and f: queries that see all tokens are multiplied by 1 + a log(1 + ⌊(p + 1) / f⌋) at
+            the position p, as in Llama 4, in layers where the teacher's see all tokens. a = 0 does nothing.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    attn_scale: float = 0.0
+    floor_scale: int = 1
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "Student":
+        """Of the dictionary that a configuration holds.
+
+        Raises:
+            ValueError: it names what there is not.
+        """
+        _check_names("student", saved, cls)
+        layers = tuple(_layer(index, layer) for index, layer in enumerate(saved.get("layers", ())))
+        return cls(**{**saved, "layers": layers})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `of` takes: of each layer, what is not the default."""
+        layers = []
+        for layer in self.layers:
+            told = {name: value for name, value in asdict(layer).items() if value != getattr(LayerPlan(), name)}
+            layers.append(
+                {"attention": layer.attention} | told | ({"groups": list(layer.groups)} if layer.groups else {})
+            )
+        return {"layers": layers, "attn_scale": self.attn_scale, "floor_scale": self.floor_scale}
+
+
+def _layer(index: int, saved: Any) -> LayerPlan:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"student.layers[{index}]={saved!r} must be an object such as {{'attention': 'full'}}.")
+    _check_names(f"student.layers[{index}]", saved, LayerPlan)
+    return LayerPlan(**{**saved, "groups": tuple(saved.get("groups", ()))})
+
+
+def _check_names(where: str, saved: Mapping[str, Any], kind: type) -> None:
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(saved.keys() - set(known)):
+        raise ValueError(f"{where} has {', '.join(unknown)}, and knows {', '.join(known)}.")
+
+
+@strict
+class HybridStudentConfig(PreTrainedConfig):
+    """
+    Configuration of a student: of the class of its teacher's configuration, with every field of that, and two more.
+
+    Args:
+        teacher_type (`str`, *optional*, defaults to `"llama"`): `model_type` of the teacher.
+        student (`dict`, *optional*): What became of each layer's attention, as `Student.of` takes it; None: nothing.
+
+    `HybridStudentConfig(teacher_type=..., ...)` makes an instance of the class for that teacher, which is also one of
+    the teacher's configuration class; `HybridStudentConfig.from_teacher` makes one of a teacher's configuration.
+    """
+
+    model_type = "hybrid_student"
+    teacher_config_class: ClassVar[type[PreTrainedConfig]]
+    teacher_type: str = "llama"
+    student: dict | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> "HybridStudentConfig":
+        if not hasattr(cls, "teacher_config_class"):
+            cls = config_class(fields.get("teacher_type", "llama"))
+        return super().__new__(cls)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.student is None:
+            self.student = Student(tuple(LayerPlan() for _ in range(self.num_hidden_layers))).to_dict()
+        self.check_student()
+
+    @property
+    def plan(self) -> Student:
+        """`student`, read once."""
+        read = self.__dict__.get("_read")
+        if read is None or read[0] is not self.student:
+            read = self.__dict__["_read"] = self.student, Student.of(self.student or {})
+        return read[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers."""
+        output = super().to_dict()
+        output.pop("_read", None)
+        return output
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            ValueError: what is saved may not be (see `check_saved_configuration`).
+        """
+        teacher_type = config_dict.get("teacher_type")
+        if not hasattr(cls, "teacher_config_class"):
+            cls = config_class(teacher_type)
+        check_saved_configuration(config_dict, cls)
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def from_teacher(
+        cls,
+        teacher: PreTrainedConfig,
+        keep: Sequence[Any] = (),
+        window: int = WINDOW,
+        sink: str | None = "constant",
+        attn_scale: float = 0.0,
+        floor_scale: int | None = None,
+    ) -> "HybridStudentConfig":
+        """The configuration of a student with windows, except where attention is kept.
+
+        Layers of the teacher that have windows, or no attention, stay as they are.
+
+        Args:
+            teacher: of a decoder of transformers.
+            keep: layers whose attention to all tokens is kept; or single key/value groups, as (layer, group).
+            window: W, the tokens that a token sees before its own.
+            sink: of windows in the place of attention to all tokens (see `Student`).
+            attn_scale, floor_scale: as of `Student`; W + 2 by default.
+
+        Raises:
+            ValueError: the teacher has no such layer or group, or its attention is not what a window can take.
+        """
+        own = teacher_attention(teacher)
+        whole = {part for part in keep if isinstance(part, int)}
+        layers = []
+        for index, (kind, reach) in enumerate(own):
+            groups = tuple(sorted(part[1] for part in keep if not isinstance(part, int) and part[0] == index))
+            if kind != "full" and (groups or index in whole):
+                raise ValueError(f"keep names layer {index}, whose attention in the teacher does not see all tokens.")
+            if len(set(groups)) == key_value_groups(teacher):
+                groups, kind = (), "kept"
+            if kind == "full" and index not in whole:
+                layers.append(LayerPlan("window", window, groups, sink))
+            elif kind == "window":
+                layers.append(LayerPlan("window", reach))
+            else:
+                layers.append(LayerPlan("none" if kind == "none" else "full"))
+        if missing := sorted({part if isinstance(part, int) else part[0] for part in keep} - set(range(len(own)))):
+            raise ValueError(f"keep names {missing}, but the teacher's layers are 0 to {len(own) - 1}.")
+        floor = window + 2 if floor_scale is None else floor_scale
+        student = Student(tuple(layers), float(attn_scale), floor)
+        return config_class(teacher.model_type)(student=student.to_dict(), **_fields_of(teacher))
+
+    def teacher_config(self) -> PreTrainedConfig:
+        """The teacher's own configuration."""
+        others = {name: value for name, value in _fields_of(self).items() if name not in ("student", "teacher_type")}
+        return self.teacher_config_class(**others)
+
+    def check_student(self) -> None:
+        """
+        Raises:
+            ValueError: a layer's attention cannot be what `student` says.
+        """
+        self.__dict__.pop("_read", None)
+        plan, own = self.plan, teacher_attention(self)
+        if len(plan.layers) != len(own):
+            raise ValueError(f"student.layers has {len(plan.layers)} entries, but num_hidden_layers={len(own)}.")
+        for index, (layer, (kind, reach)) in enumerate(zip(plan.layers, own)):
+            if reason := _why_not(layer, kind, reach, key_value_groups(self)):
+                raise ValueError(f"student.layers[{index}]: {reason}.")
+        if plan.attn_scale < 0 or plan.floor_scale < 1:
+            raise ValueError(
+                f"student.attn_scale={plan.attn_scale} must be at least 0, floor_scale={plan.floor_scale} at least 1."
+            )
+
+
+def _why_not(layer: LayerPlan, kind: str, reach: int | None, groups: int) -> str | None:
+    """What is wrong with a layer whose attention in the teacher is of that kind, with windows of that reach."""
+    if layer.attention not in KINDS:
+        return f"attention={layer.attention!r} must be one of {', '.join(map(repr, KINDS))}"
+    if (layer.attention == "none") != (kind == "none"):
+        return f"attention={layer.attention!r}, but the teacher's is {kind!r}"
+    if not layer.is_windowed:
+        if kind == "window":
+            return f"the teacher has a window of {reach} tokens there, which must be one of the student's"
+        extra = [name for name in ("window", "groups", "sink") if getattr(layer, name)]
+        return f"{extra[0]} is for attention='window'" if extra else None
+    if kind == "other":
+        return "the teacher's attention is neither to all tokens nor to a window before each"
+    if not isinstance(layer.window, int) or layer.window < 1:
+        return f"window={layer.window!r} must be a number of tokens, at least 1"
+    if reach is not None and layer.window > reach:
+        return f"window={layer.window} is wider than the teacher's, which sees {reach} tokens before each"
+    if reach is not None and (layer.groups or layer.sink):
+        return "groups and sinks take the place of attention to all tokens, and the teacher's has a window"
+    if layer.sink not in (None, *SINKS):
+        return f"sink={layer.sink!r} must be one of {', '.join(map(repr, SINKS))}, or None"
+    if sorted(set(layer.groups)) != list(layer.groups) or not set(layer.groups) < set(range(groups)):
+        return f"groups={list(layer.groups)} must be some of 0 to {groups - 1} in order, and not all"
+    return None
+
+
+def teacher_attention(config: Any) -> list[tuple[str, int | None]]:
+    """For each layer of a decoder "full", "window" with the tokens that it sees before each, "other" (chunks, sparse
+    attention) or "none" (a convolution, a recurrence)."""
+    from transformers.cache_utils import get_layer_types_and_kwargs  # needs torch, which a configuration does not
+
+    kinds = {"full_attention": "full", "conv": "none", "linear_attention": "none", "dummy": "other"}
+    found: list[tuple[str, int | None]] = []
+    for name, options in zip(*get_layer_types_and_kwargs(config.get_text_config(decoder=True))):
+        window = name == "sliding_attention"
+        found.append(("window", options["sliding_window"] - 1) if window else (kinds.get(name, "other"), None))
+    return found
+
+
+def key_value_groups(config: Any) -> int:
+    """Of each layer's attention."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """All that a configuration of the same class is made of."""
+    ignored = {"architectures", "auto_map", "model_type", "transformers_version"}
+    fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
+    return copy.deepcopy(fields) | {"attn_implementation": config._attn_implementation}
+
+
+@cache
+def config_class(teacher_type: Any) -> type[HybridStudentConfig]:
+    """The class of students of a model type.
+
+    Raises:
+        ValueError: transformers has no such type, or it is a student itself.
+    """
+    if teacher_type not in CONFIG_MAPPING or teacher_type == HybridStudentConfig.model_type:
+        raise ValueError(f"teacher_type={teacher_type!r} is not a model type of transformers that can be a teacher.")
+    teacher = CONFIG_MAPPING[teacher_type]
+    names = {
+        "__module__": __name__,
+        # by its name transformers' Auto classes find the model; by the other, whoever unpickles the class
+        "__qualname__": teacher.__name__.removesuffix("Config") + SUFFIX,
+        "__annotations__": {"teacher_type": str},
+        "teacher_type": teacher_type,
+        "teacher_config_class": teacher,
+        "model_type": HybridStudentConfig.model_type,
+        "__doc__": HybridStudentConfig.__doc__,
+    }
+    return strict(type(HybridStudentConfig.__name__, (HybridStudentConfig, teacher), names))
+
+
+def __getattr__(name: str) -> Any:
+    if name.endswith(SUFFIX):
+        teacher = getattr(importlib.import_module("transformers"), name.removesuffix(SUFFIX) + "Config", None)
+        if teacher is not None:
+            return config_class(teacher.model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["HybridStudentConfig", "LayerPlan", "Student"]

@@ -1,0 +1,327 @@
+# Copyright 2026 The hf-hybrid-ssm contributors.
+# Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
+"""Students: models of their teachers' own classes, with another attention function.
+
+`student_class(LlamaForCausalLM)` is a `LlamaForCausalLM` whose base model makes the rows and the cache of this package
+and hands one keyword argument down to the attention function (`hf_hybrid_ssm.students.attention`). Its weights have
+their teacher's names.
+"""
+
+import inspect
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.masking_utils import create_masks_for_generate
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.utils.generic import merge_with_config_defaults
+
+from hf_hybrid_ssm.models.base import HybridPreTrainedModel, WithoutContinuousBatching
+from hf_hybrid_ssm.models.cache import (
+    capacity_of,
+    check_cache_without_states,
+    holds_states,
+    is_recurrent_state_layer,
+    may_overwrite_states,
+    tokens_and_packing_state,
+)
+from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
+from hf_hybrid_ssm.models.compat import PackedGeneration
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.ended_rows import reads_padding
+from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
+from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
+from hf_hybrid_ssm.models.sharded_rollback import remember_units
+from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
+from hf_hybrid_ssm.ops.local_attention import document_ranks
+from hf_hybrid_ssm.students.attention import PREFIX, Forward, WindowedAttention, implementation
+from hf_hybrid_ssm.students.cache import fit_cache, student_cache
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig, config_class
+from hf_hybrid_ssm.students.teacher import attention_layers, class_of
+
+OF_TEACHER = "teacher"
+"""Beside the mask of states, in masks made ahead of compiled decoding: what the teacher's own layers take."""
+KEPT = (
+    "base_model_prefix",
+    "supports_gradient_checkpointing",
+    "_can_compile_fullgraph",
+    "_skip_keys_device_placement",
+    "_supports_sdpa",
+)
+"""Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+
+
+class StudentMixin(HybridPreTrainedModel):
+    """What all students' models share; placed before the teacher's class."""
+
+    config: HybridStudentConfig
+    config_class = HybridStudentConfig
+    teacher_class: type[PreTrainedModel]
+    auto_class: Any
+    names_of_teachers: Any
+
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls if config is None else cls.for_config(config))
+
+    @classmethod
+    def for_config(cls, config: HybridStudentConfig) -> Any:
+        """The class of students of the configuration's teacher.
+
+        Raises:
+            ValueError: there is no such teacher.
+        """
+        if hasattr(cls, "teacher_class"):
+            return cls
+        return student_class(class_of(config.teacher_type, cls.names_of_teachers))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """As of `HybridPreTrainedModel`."""
+        given = {} if config is None else {"config": config}
+        if hasattr(cls, "teacher_class"):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
+        known = isinstance(config, HybridStudentConfig)
+        loader = cls.for_config(config) if known else cls.auto_class
+        return loader.from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        concrete = cls.for_config(config)
+        return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The students' attention, with the one that was asked for where it is the teacher's own."""
+        asked = None if requested_attention is None else requested_attention.removeprefix(PREFIX)
+        return implementation(super().get_correct_attn_implementation(asked, is_init_check))
+
+    def post_init(self) -> None:
+        super().post_init()
+        self._keep_in_fp32_modules_strict |= set(self.teacher_class._keep_in_fp32_modules_strict or ())
+
+    def _why_no_attentions(self) -> str | None:
+        return super()._why_no_attentions() if any(layer.is_windowed for layer in self.config.plan.layers) else None
+
+
+class HybridStudentModel(StudentMixin):
+    """The base model of a student; `HybridStudentModel(config)` is of the class for the configuration's teacher."""
+
+    auto_class = AutoModel
+    names_of_teachers = MODEL_MAPPING_NAMES
+    known_arguments: frozenset[str]
+
+    def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.become_student()
+        self.post_init()
+
+    def become_student(self) -> None:
+        """Add what layers have beyond the teacher's.
+
+        Raises:
+            ValueError: the teacher's attention is not what a student needs, or not where the configuration says.
+        """
+        layers = attention_layers(self.config, self.config.teacher_type)
+        for index, plan in enumerate(self.config.plan.layers):
+            if not plan.is_windowed:
+                continue
+            if index not in layers:
+                raise ValueError(f"student.layers[{index}]: the teacher has no attention there.")
+            module: Any = self.get_submodule(layers[index].name)
+            module.windowed = WindowedAttention(index, plan, layers[index].groups)
+
+    @merge_with_config_defaults
+    @by_both_cache_names
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
+        continues_documents: bool = False,
+        student: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the teacher's; padding, documents and caches as of `HybridModelMixin.forward`.
+
+        Args:
+            student: stands in the place of `Forward`, to see what the attention layers hand on.
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **kwargs}
+        if student is not None:
+            return super().forward(**inputs, position_ids=position_ids, use_cache=False, student=student)
+        check_arguments(self, {name: value for name, value in kwargs.items() if name not in self.known_arguments})
+        self._refuse_attentions(kwargs.get("output_attentions"))
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            cache = None  # a recomputation would store the states twice
+        elif use_cache or cache is not None:
+            cache = student_cache(cache, self.config, given.shape[0])
+        masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
+        documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
+        rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
+        check_cache_without_states(cache, rows)
+        positions: Any = self._positions(rows, cache, given.device) if position_ids is None else position_ids
+        own_mask = rows.full_token_mask if masks is None else masks[OF_TEACHER]
+        forward = Forward(rows, cache, self._query_scale(positions))
+        begin_forward(cache)
+        output = super().forward(
+            **inputs,
+            attention_mask=own_mask,
+            position_ids=positions,
+            use_cache=use_cache,
+            **{CACHE: cache},
+            student=forward,
+        )
+        finish_forward(cache)
+        if cache is not None:
+            remember_units(cache, self, self.layers)
+        return output
+
+    def _rows(
+        self, given: torch.Tensor, cache: Cache | None, attention_mask: Any, *, seq_idx: Any, **documents: Any
+    ) -> PackedRows:
+        """How the rows of a forward are read.
+
+        Raises:
+            ValueError: as of `resolve_packing`; or rows pack documents, and a layer of the teacher's knows of none.
+        """
+        kinds = {layer.attention for layer in self.config.plan.layers}
+        prepared = isinstance(attention_mask, dict)
+        rows = resolve_packing(
+            given.shape[:2],
+            tokens_and_packing_state(cache),
+            attention_mask=attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask,
+            seq_idx=seq_idx,
+            needs_starts="full" in kinds,
+            keeps_padding=bool({"full", "none"} & kinds) and not prepared,
+            has_states=attention_mask is None or holds_states(cache),
+            return_final_state=cache is not None,
+            capacity=capacity_of(cache),
+            may_overwrite=partial(may_overwrite_states, cache),
+            **documents,
+        )
+        if "none" in kinds and (rows.documents is not None or rows.starts_new_document is not None):
+            raise ValueError("packed rows: layers of this teacher without attention would read across documents.")
+        return rows
+
+    def _positions(self, rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
+        """(B or 1, L) int64, the real tokens before each token in its document."""
+        if not any(layer.is_windowed for layer in self.config.plan.layers):
+            return rows.positions(device)
+        ranks = document_ranks(rows.length, seen=_seen(rows, cache, device), seq_idx=rows.seq_idx, device=device)
+        if rows.padding is None:
+            return ranks
+        return rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
+
+    def _query_scale(self, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """(B or 1, L) float32, what multiplies queries that see all tokens; None for 1."""
+        plan = self.config.plan
+        if plan.attn_scale == 0:
+            return None
+        return 1 + plan.attn_scale * torch.log1p(torch.floor((position_ids + 1).float() / plan.floor_scale))
+
+
+def _seen(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor | None:
+    """(B,) int64, the real tokens so far of the document that each row goes on with; None before the first."""
+    for layer in () if cache is None else cache.layers:
+        if is_recurrent_state_layer(layer) and "seen" in layer.states:  # the same in all layers
+            return rows.continued({"seen": layer.states["seen"]})["seen"].to(device)
+    return None
+
+
+class HybridStudentForCausalLM(
+    WithoutContinuousBatching, GenerationFromPrefixes, PackedGeneration, StudentMixin, GenerationMixin
+):
+    """A student; `HybridStudentForCausalLM(config)` is of the class for the configuration's teacher."""
+
+    auto_class = AutoModelForCausalLM
+    names_of_teachers = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        base: Any = self.base_model
+        base.__class__ = student_class(type(base))
+        base.become_student()
+        self.post_init()
+
+    def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
+        """No step after the first begins a document; nor does its mask hide anything, while all rows go on."""
+        return {"continues_documents": not is_first_iteration and not reads_padding()}
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if (cache := model_kwargs.get(CACHE)) is not None:
+            fit_cache(cache, self.config)
+
+    def create_masks_for_generate(
+        self,
+        config: Any,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Masks made ahead of compiled decoding: of the teacher's own layers, and of the padding."""
+        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        options = kwargs | {"is_first_iteration": is_first_iteration}
+        own = make(config, inputs_embeds, attention_mask, *args, **options)
+        if inputs_embeds.shape[1] == 1 and not is_first_iteration:
+            attention_mask = attention_mask[:, -1:] if attention_mask is not None and reads_padding() else None
+        return {STATE_LAYER_TYPE: attention_mask, OF_TEACHER: own}
+
+
+def student_class(teacher: Any) -> Any:
+    """The class of students of a teacher's class: a language model, or the base model of one."""
+    if teacher not in _MADE:
+        _MADE[teacher] = _make_class(teacher)
+    return _MADE[teacher]
+
+
+_MADE: dict[Any, Any] = {}
+
+
+def _make_class(teacher: Any) -> Any:
+    is_base = not issubclass(teacher, GenerationMixin)
+    name = re.sub(r"(For[A-Z]\w*|Model)$", r"Student\1", teacher.__name__)
+    model_type = teacher.config_class.model_type
+    members = {
+        "__module__": __name__,
+        "__doc__": f"`{teacher.__name__}` as a student.",
+        "teacher_class": teacher,
+        "config_class": config_class(model_type),
+        **{attribute: getattr(teacher, attribute) for attribute in KEPT},
+    }
+    if is_base:
+        members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
+    else:
+        members["forward"] = by_both_cache_names(teacher.forward)
+    made = type(name, (HybridStudentModel if is_base else HybridStudentForCausalLM, teacher), members)
+    conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
+    if conversions is not None and not is_base:  # the teacher's weights are stored under other names than it has them
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """`LlamaStudentForCausalLM`: whoever unpickles a model asks for its class."""
+    if "Student" in name:
+        teacher = getattr(transformers, name.replace("Student", ""), None)
+        if teacher is not None:
+            return student_class(teacher)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["HybridStudentForCausalLM", "HybridStudentModel"]

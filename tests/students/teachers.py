@@ -1,0 +1,108 @@
+"""The teachers that students are tested with: tiny models of transformers' own, with random weights."""
+
+from functools import cache
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_hybrid_ssm.students.initial import student_of
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = 5
+"""W, the tokens that a student's windows see before each."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+MIXED |= {"sliding_window": 8}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+# model type → what is special; windows of its own see 7 tokens before each
+TEACHERS: dict[str, dict] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": {**MIXED, "layer_norm_eps": 1e-5},  # no rotation in layers that see all tokens
+    "ernie4_5": {},
+    "exaone4": {**MIXED, "sliding_window_pattern": 2},
+    "gemma": {},
+    "gemma2": MIXED,  # scores are capped
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 8},
+    "glm": {},
+    "glm4": {},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gpt_oss": {**MIXED, **EXPERTS, "num_local_experts": 4},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+    },
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "llama": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}},
+    "mistral": {"sliding_window": None},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": MIXED,
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "starcoder2": {"sliding_window": None},
+}
+FLOAT32 = ("gpt_oss", "mixtral", "qwen3_moe")
+"""Experts that are multiplied in no other dtype here."""
+REFUSED = {
+    "bloom": "does not pass transformers' attention interface",
+    "gemma3": "is of several parts",
+    "gpt2": "not rotary",
+    "nemotron": "hand no keyword arguments on",
+    "opt": "not rotary",
+    "stablelm": "hand no keyword arguments on",
+}
+
+
+@cache
+def teacher(name: str) -> torch.nn.Module:
+    """In evaluation mode, float64 where it can be."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES, **TEACHERS[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if name in FLOAT32 else torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.requires_grad_(False)
+
+
+def full_layers(name: str) -> list[int]:
+    """The layers whose attention sees all tokens."""
+    config = teacher(name).config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+@cache
+def student(name: str, kind: str, **others) -> torch.nn.Module:
+    """Of a teacher: "windows" in all layers, "kept" attention in all, or "mixed": some groups of the first layer and
+    all of the last see all tokens."""
+    layers = full_layers(name)
+    keep = {"windows": [], "kept": layers, "mixed": [(layers[0], 1), layers[-1]]}[kind]
+    return student_of(teacher(name), keep=keep, window=WINDOW, **({"sink": None} | others))
+
+
+def tolerance(name: str) -> dict[str, float]:
+    if name in FLOAT32:
+        return {"rtol": 0, "atol": 3e-5}
+    # eager attention of transformers has its softmax in float32
+    return {"rtol": 0, "atol": 1e-5 if teacher(name).config._attn_implementation == "eager" else 1e-12}
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))

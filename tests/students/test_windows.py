@@ -1,0 +1,178 @@
+"""A student is its teacher with windows: every way to read a text gives what the teacher with masks does."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from hf_hybrid_ssm.students.cache import fit_cache
+from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
+from hf_hybrid_ssm.students.teacher import attention_layers
+from tests.students.teachers import REFUSED, SIZES, TEACHERS, WINDOW, full_layers, student, teacher, tokens, tolerance
+
+LENGTH = 24
+EVERY = pytest.mark.parametrize("name", TEACHERS)
+KINDS = pytest.mark.parametrize("kind", ["windows", "mixed"])
+
+
+def masked(name, ids, groups_that_see_all=(), layers=()):
+    """What the teacher computes when the layers that see all tokens get windows, but for some groups or layers."""
+    model, length, changed = teacher(name), ids.shape[1], set(full_layers(name)) - set(layers)
+    config = model.config
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    window, causal = (distance >= 0) & (distance <= WINDOW), distance >= 0
+    per_group = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
+
+    def windowed(module, args, kwargs):
+        if module.layer_idx not in changed:
+            return None
+        heads = [head // per_group for head in range(config.num_attention_heads)]
+        seen = torch.stack([causal if (module.layer_idx, group) in groups_that_see_all else window for group in heads])
+        own, lowest = kwargs["attention_mask"], torch.finfo(model.dtype).min
+        if own is not None:
+            seen = seen & (own if own.dtype == torch.bool else own == 0)
+        mask = torch.zeros(1, len(heads), length, length, dtype=model.dtype).masked_fill(~seen, lowest)
+        return args, kwargs | {"attention_mask": mask}
+
+    attention = [model.base_model.get_submodule(layer.name) for layer in attention_layers(config).values()]
+    hooks = [module.register_forward_pre_hook(windowed, with_kwargs=True) for module in attention]
+    try:
+        return model(ids).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@EVERY
+def test_windows_equal_a_masked_teacher(name):
+    ids, (first, *_, last) = tokens(2, LENGTH), full_layers(name)
+    wanted = masked(name, ids)
+    assert (wanted - teacher(name)(ids).logits).abs().max() > 1e-2
+    torch.testing.assert_close(student(name, "windows")(ids).logits, wanted, **tolerance(name))
+    wanted = masked(name, ids, [(first, 1)], [last])
+    torch.testing.assert_close(student(name, "mixed")(ids).logits, wanted, **tolerance(name))
+
+
+@EVERY
+def test_all_kept_equals_the_teacher(name):
+    ids = tokens(2, LENGTH)
+    torch.testing.assert_close(student(name, "kept")(ids).logits, teacher(name)(ids).logits, **tolerance(name))
+
+
+@EVERY
+@KINDS
+def test_pieces_and_tokens_equal_the_whole(name, kind):
+    model, ids = student(name, kind), tokens(2, LENGTH)
+    wanted = model(ids).logits
+    output, logits = model(ids[:, :7], use_cache=True), []
+    logits.append(output.logits)
+    for begin, end in ((7, 16), *((i, i + 1) for i in range(16, LENGTH))):
+        logits.append(model(ids[:, begin:end], cache=output.cache).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
+
+
+@EVERY
+@KINDS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_read(name, kind, side):
+    """In a prompt, and by what follows it."""
+    model, ids, more = student(name, kind), tokens(2, LENGTH), tokens(2, 3, seed=1)
+    mask = torch.ones_like(ids)
+    real = slice(9, None) if side == "left" else slice(0, LENGTH - 9)
+    mask[0] = 0
+    mask[0, real] = 1
+    output = model(ids, attention_mask=mask, use_cache=True)
+    alone = model(ids[:1, real], use_cache=True)
+    torch.testing.assert_close(output.logits[:1, real], alone.logits, **tolerance(name))
+    if side == "right" and name == "lfm2":
+        return  # transformers' own convolutions keep padding that ends a piece
+    mask = torch.cat([mask, torch.ones_like(more)], 1)
+    after = model(more, attention_mask=mask, cache=output.cache).logits[:1]
+    torch.testing.assert_close(after, model(more[:1], cache=alone.cache).logits, **tolerance(name))
+
+
+@EVERY
+@KINDS
+def test_a_cache_goes_back(name, kind):
+    model, ids = student(name, kind), tokens(2, LENGTH)
+    wanted, cache = model(ids).logits, DynamicCache(config=model.config)
+    fit_cache(cache, model.config)
+    cache.activate_past_recording()
+    model(ids[:, :12], cache=cache)
+    model(torch.cat([ids[:, 12:15], tokens(2, 8, seed=2)], 1), cache=cache)
+    cache.crop(-8)
+    torch.testing.assert_close(model(ids[:, 15:], cache=cache).logits, wanted[:, 15:], **tolerance(name))
+
+
+@EVERY
+@KINDS
+@pytest.mark.parametrize("told_by", ["seq_idx", "position_ids"])
+def test_packed_rows_equal_each_alone(name, kind, told_by):
+    """At once and in pieces, one of which begins within a document and one with the next."""
+    model, ids = student(name, kind), tokens(1, LENGTH)
+    documents = torch.tensor([[0] * 10 + [1] * 14])
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    told = {"seq_idx": documents} if told_by == "seq_idx" else {"position_ids": positions}
+    if name == "lfm2":
+        with pytest.raises(ValueError, match="packed rows"):
+            model(ids, **told)
+        return
+    wanted = torch.cat([model(ids[:, :10]).logits, model(ids[:, 10:]).logits], 1)
+    torch.testing.assert_close(model(ids, **told).logits, wanted, **tolerance(name))
+    cache, logits = DynamicCache(config=model.config), []
+    for begin, end in ((0, 7), (7, 15), (15, LENGTH)):
+        piece = {key: value[:, begin:end] for key, value in told.items()}
+        logits.append(model(ids[:, begin:end], cache=cache, **piece).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
+
+
+@EVERY
+@KINDS
+def test_generation_in_all_modes(name, kind):
+    """Without a cache, with one, by beams, in a static cache, with prompt lookup, and in a padded batch."""
+    model, ids = student(name, kind), tokens(2, 12)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(ids, use_cache=False, **options)
+    assert wanted.unique().numel() > 5
+    assert torch.equal(model.generate(ids, **options), wanted)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, num_beams=3, **options), beams)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), wanted)
+    alone = ids[:1].repeat(1, 2)
+    looked_up = model.generate(alone, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(looked_up, model.generate(alone, **options))
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.int64), ids], 1)
+    mask = (torch.arange(16) >= torch.tensor([[4], [4]])).long()
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 4:], wanted)
+
+
+@EVERY
+def test_folders_have_the_teachers_names_and_load_by_the_auto_classes(name, tmp_path):
+    model, ids = student(name, "mixed"), tokens(1, 12)
+    model.save_pretrained(tmp_path / "student")
+    teacher(name).save_pretrained(tmp_path / "teacher")
+    saved, own = (set(_names(tmp_path / folder)) for folder in ("student", "teacher"))
+    assert saved == own
+    config = json.loads((tmp_path / "student" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "hybrid_student" and config["teacher_type"] == name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert type(loaded) is type(model) and isinstance(loaded, (HybridStudentForCausalLM, type(teacher(name))))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def _names(folder):
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+@pytest.mark.parametrize("name, reason", REFUSED.items())
+def test_what_cannot_be_a_teacher_is_refused_by_name(name, reason):
+    config = AutoConfig.for_model(name, **({} if name == "gemma3" else SIZES))
+    with pytest.raises(
+        ValueError, match=f"(?s)^model_type='{name}' cannot be a teacher: .*{reason}.*Take another"
+    ) as error:
+        attention_layers(config)
+    assert "\n" not in str(error.value)
