@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.students.initial import student_of
+from hf_hybrid_ssm.students.teacher import attention_layers
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -88,13 +89,22 @@ def full_layers(name: str) -> list[int]:
     return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
 
 
+# kind → what is kept, of the layers that see all tokens, and the plan besides
+KINDS = {
+    "windows": (lambda layers: [], {"sink": None}),
+    "kept": (lambda layers: layers, {}),
+    "mixed": (lambda layers: [(layers[0], 1), layers[-1]], {"sink": None}),
+    "constant": (lambda layers: [(layers[0], 1), layers[-1]], {"sink": "constant", "attn_scale": 0.3}),
+    "first_token": (lambda layers: [(layers[0], 1), layers[-1]], {"sink": "first_token"}),
+    "constant in all": (lambda layers: [], {"sink": "constant"}),
+}
+
+
 @cache
-def student(name: str, kind: str, **others) -> torch.nn.Module:
-    """Of a teacher: "windows" in all layers, "kept" attention in all, or "mixed": some groups of the first layer and
-    all of the last see all tokens."""
-    layers = full_layers(name)
-    keep = {"windows": [], "kept": layers, "mixed": [(layers[0], 1), layers[-1]]}[kind]
-    return student_of(teacher(name), keep=keep, window=WINDOW, **({"sink": None} | others))
+def student(name: str, kind: str) -> torch.nn.Module:
+    """Of a teacher, in float64 where it can be."""
+    kept, plan = KINDS[kind]
+    return student_of(teacher(name), keep=kept(full_layers(name)), window=WINDOW, **plan)
 
 
 def tolerance(name: str) -> dict[str, float]:
@@ -106,3 +116,36 @@ def tolerance(name: str) -> dict[str, float]:
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def masked(name: str, ids: torch.Tensor, groups_that_see_all=(), layers=(), first: bool = False) -> torch.Tensor:
+    """What the teacher computes when the layers that see all tokens get windows, but for some groups or layers.
+
+    Args:
+        first: all tokens see the first one too.
+    """
+    model, length, changed = teacher(name), ids.shape[1], set(full_layers(name)) - set(layers)
+    config = model.config
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    causal = distance >= 0
+    window = causal & ((distance <= WINDOW) | (first & (torch.arange(length) == 0)))
+    per_group = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
+
+    def windowed(module, args, kwargs):
+        if module.layer_idx not in changed:
+            return None
+        heads = [head // per_group for head in range(config.num_attention_heads)]
+        seen = torch.stack([causal if (module.layer_idx, group) in groups_that_see_all else window for group in heads])
+        own, lowest = kwargs["attention_mask"], torch.finfo(model.dtype).min
+        if own is not None:
+            seen = seen & (own if own.dtype == torch.bool else own == 0)
+        mask = torch.zeros(1, len(heads), length, length, dtype=model.dtype).masked_fill(~seen, lowest)
+        return args, kwargs | {"attention_mask": mask}
+
+    attention = [model.base_model.get_submodule(layer.name) for layer in attention_layers(config).values()]
+    hooks = [module.register_forward_pre_hook(windowed, with_kwargs=True) for module in attention]
+    try:
+        return model(ids).logits
+    finally:
+        for hook in hooks:
+            hook.remove()

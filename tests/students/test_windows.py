@@ -1,6 +1,7 @@
 """A student is its teacher with windows: every way to read a text gives what the teacher with masks does."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,39 +10,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from hf_hybrid_ssm.students.cache import fit_cache
 from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
 from hf_hybrid_ssm.students.teacher import attention_layers
-from tests.students.teachers import REFUSED, SIZES, TEACHERS, WINDOW, full_layers, student, teacher, tokens, tolerance
+from tests.students.teachers import (
+    REFUSED,
+    SIZES,
+    TEACHERS,
+    full_layers,
+    masked,
+    student,
+    teacher,
+    tokens,
+    tolerance,
+)
 
 LENGTH = 24
 EVERY = pytest.mark.parametrize("name", TEACHERS)
-KINDS = pytest.mark.parametrize("kind", ["windows", "mixed"])
-
-
-def masked(name, ids, groups_that_see_all=(), layers=()):
-    """What the teacher computes when the layers that see all tokens get windows, but for some groups or layers."""
-    model, length, changed = teacher(name), ids.shape[1], set(full_layers(name)) - set(layers)
-    config = model.config
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    window, causal = (distance >= 0) & (distance <= WINDOW), distance >= 0
-    per_group = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
-
-    def windowed(module, args, kwargs):
-        if module.layer_idx not in changed:
-            return None
-        heads = [head // per_group for head in range(config.num_attention_heads)]
-        seen = torch.stack([causal if (module.layer_idx, group) in groups_that_see_all else window for group in heads])
-        own, lowest = kwargs["attention_mask"], torch.finfo(model.dtype).min
-        if own is not None:
-            seen = seen & (own if own.dtype == torch.bool else own == 0)
-        mask = torch.zeros(1, len(heads), length, length, dtype=model.dtype).masked_fill(~seen, lowest)
-        return args, kwargs | {"attention_mask": mask}
-
-    attention = [model.base_model.get_submodule(layer.name) for layer in attention_layers(config).values()]
-    hooks = [module.register_forward_pre_hook(windowed, with_kwargs=True) for module in attention]
-    try:
-        return model(ids).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+# windows alone, and beside them attention to all tokens with one kind of sink or the other
+CASES = [(name, kind) for i, name in enumerate(TEACHERS) for kind in ("windows", ("constant", "first_token")[i % 2])]
+CASES = pytest.mark.parametrize("name, kind", CASES)
 
 
 @EVERY
@@ -60,8 +45,7 @@ def test_all_kept_equals_the_teacher(name):
     torch.testing.assert_close(student(name, "kept")(ids).logits, teacher(name)(ids).logits, **tolerance(name))
 
 
-@EVERY
-@KINDS
+@CASES
 def test_pieces_and_tokens_equal_the_whole(name, kind):
     model, ids = student(name, kind), tokens(2, LENGTH)
     wanted = model(ids).logits
@@ -72,8 +56,7 @@ def test_pieces_and_tokens_equal_the_whole(name, kind):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
 
 
-@EVERY
-@KINDS
+@CASES
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_read(name, kind, side):
     """In a prompt, and by what follows it."""
@@ -92,8 +75,7 @@ def test_padding_is_not_read(name, kind, side):
     torch.testing.assert_close(after, model(more[:1], cache=alone.cache).logits, **tolerance(name))
 
 
-@EVERY
-@KINDS
+@CASES
 def test_a_cache_goes_back(name, kind):
     model, ids = student(name, kind), tokens(2, LENGTH)
     wanted, cache = model(ids).logits, DynamicCache(config=model.config)
@@ -105,8 +87,7 @@ def test_a_cache_goes_back(name, kind):
     torch.testing.assert_close(model(ids[:, 15:], cache=cache).logits, wanted[:, 15:], **tolerance(name))
 
 
-@EVERY
-@KINDS
+@CASES
 @pytest.mark.parametrize("told_by", ["seq_idx", "position_ids"])
 def test_packed_rows_equal_each_alone(name, kind, told_by):
     """At once and in pieces, one of which begins within a document and one with the next."""
@@ -127,8 +108,7 @@ def test_packed_rows_equal_each_alone(name, kind, told_by):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
 
 
-@EVERY
-@KINDS
+@CASES
 def test_generation_in_all_modes(name, kind):
     """Without a cache, with one, by beams, in a static cache, with prompt lookup, and in a padded batch."""
     model, ids = student(name, kind), tokens(2, 12)
@@ -149,11 +129,14 @@ def test_generation_in_all_modes(name, kind):
 
 @EVERY
 def test_folders_have_the_teachers_names_and_load_by_the_auto_classes(name, tmp_path):
-    model, ids = student(name, "mixed"), tokens(1, 12)
+    model, ids = student(name, "constant"), tokens(1, 12)
     model.save_pretrained(tmp_path / "student")
     teacher(name).save_pretrained(tmp_path / "teacher")
     saved, own = (set(_names(tmp_path / folder)) for folder in ("student", "teacher"))
-    assert saved == own
+    assert own <= saved and all(
+        re.search(r"\.(self_attn|attention)\.sink\.(key|value)$", name) for name in saved - own
+    )
+    assert bool(saved - own) == (name != "gpt_oss")  # which has sinks of its own
     config = json.loads((tmp_path / "student" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "hybrid_student" and config["teacher_type"] == name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")

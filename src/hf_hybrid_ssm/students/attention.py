@@ -19,15 +19,44 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import Rows, moved
-from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, append_to_window, local_attention
+from hf_hybrid_ssm.ops.local_attention import (
+    AttentionState,
+    Window,
+    append_to_window,
+    document_ranks,
+    local_attention,
+)
 from hf_hybrid_ssm.students.configuration import LayerPlan
+from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, first_tokens, last_of, products
 
 PREFIX = "hybrid_student|"
 """Before the name of the attention of layers that see all tokens, in `config._attn_implementation`."""
 OF_WINDOW = "window_"
 """Before the names of a window's states, in a layer that also keeps all keys and values of other groups."""
 ALL_BEFORE = Window.of((None, 0))
+
+
+@dataclass(eq=False)
+class Ranks:
+    """(B or 1, L) int64, the tokens before each token in its document, of rows whose real tokens come first."""
+
+    values: torch.Tensor
+    _without: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def without_sink(self, left: int) -> Any:
+        """Which tokens still see the first of their document in a window of that many before each, and so have no
+        sink: True for all, False for none, or (B or 1, L) bool."""
+        if left not in self._without:
+            self._without[left] = self._which(left)
+        return self._without[left]
+
+    def _which(self, left: int) -> Any:
+        if torch.is_grad_enabled() or not can_read_values(self.values):
+            return self.values <= left
+        least, most = (int(limit) for limit in torch.aminmax(self.values))
+        return True if most <= left else False if least > left else self.values <= left
 
 
 @dataclass(eq=False)
@@ -38,17 +67,31 @@ class Forward:
         rows: as they are read.
         cache: of this forward, or None.
         query_scale: (B or 1, L) float32, of queries that see all tokens; None: 1.
+        ranks: of the tokens, where windows have sinks.
+        angles: (layer type, W) → of the places W + 1 tokens before each token, for constant sinks.
     """
 
     rows: PackedRows
     cache: Cache | None = None
     query_scale: torch.Tensor | None = None
+    ranks: Ranks | None = None
+    angles: dict[tuple[Any, int], Angles] = field(default_factory=dict)
     _own_document: torch.Tensor | None = field(default=None, repr=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Forward":
         """accelerate asks this of what a layer on another device is called with."""
-        scale = None if self.query_scale is None else self.query_scale.to(device, non_blocking=non_blocking)
-        return replace(self, rows=moved(self.rows, device, non_blocking), query_scale=scale, _own_document=None)
+
+        def move(x: Any) -> Any:
+            return None if x is None else x.to(device, non_blocking=non_blocking)
+
+        return replace(
+            self,
+            rows=moved(self.rows, device, non_blocking),
+            query_scale=move(self.query_scale),
+            ranks=None if self.ranks is None else Ranks(move(self.ranks.values)),
+            angles={place: (move(cos), move(sin)) for place, (cos, sin) in self.angles.items()},
+            _own_document=None,
+        )
 
     def attend(
         self,
@@ -98,22 +141,24 @@ class WindowedAttention(RecurrentMixin):
     """Attention of one layer to a window, or to all tokens in some key/value groups and a window in the others.
 
     The inputs of its rows are queries (B, L, heads, e), keys and values (B, L, groups, e), of the groups that see all
-    tokens and then of the others.
+    tokens and then of the others; and for a constant sink q·k (B, L, heads).
+
+    Args:
+        place: of `Forward.angles`; None where a sink is not turned.
     """
 
-    def __init__(self, layer_idx: int, plan: LayerPlan, groups: int):
+    def __init__(self, layer_idx: int, plan: LayerPlan, groups: int, place: tuple[Any, int] | None):
         assert plan.window is not None  # `HybridStudentConfig` refuses windows without a size
-        self.layer_idx = layer_idx
-        self.window = Window.of((plan.window, 0))
+        self.layer_idx, self.groups, self.place = layer_idx, groups, place
+        self.sink, self.left = plan.sink, plan.window
         windowed = [group for group in range(groups) if group not in plan.groups]
-        self.parts = [("", windowed, self.window)]
+        self.parts = [("", windowed, Window.of((plan.window, 0)))]
         if plan.groups:
-            self.parts = [("", list(plan.groups), ALL_BEFORE), (OF_WINDOW, windowed, self.window)]
-        self.groups = groups
+            self.parts = [("", list(plan.groups), ALL_BEFORE), (OF_WINDOW, *self.parts[0][1:])]
 
     def attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -136,53 +181,122 @@ class WindowedAttention(RecurrentMixin):
         """
         if query.dtype != value.dtype or key.dtype != value.dtype:  # under autocast the angles are float32
             query, key = query.to(value.dtype), key.to(value.dtype)
-        if len(self.parts) == 1:
-            inputs = [query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)]
-        else:
-            whole = forward.scaled(query, value.dtype)
-            inputs = [self._of_groups(x, self.parts[0][1]) for x in (whole, key, value)]
-            inputs += [self._of_groups(x, self.parts[1][1]) for x in (query, key, value)]
-        options = {"scale": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+        heads = [query, key, value]
+        if len(self.parts) > 1:
+            of_all = [self._of_groups(x, self.parts[0][1]) for x in (forward.scaled(query, value.dtype), key, value)]
+            heads = [*of_all, *(self._of_groups(x, self.parts[1][1]) for x in heads)]
+        inputs = [x.transpose(1, 2) for x in heads]
+        options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+        options |= {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "ranks": forward.ranks}
+        if self.sink == "constant":
+            sink: ConstantSink = module.sink
+            options["sink_values"] = sink.value
+            if forward.ranks is None or forward.ranks.without_sink(self.left) is not True:
+                angles = None if self.place is None else forward.angles[self.place]
+                inputs.append(sink(module, heads[-3], angles))
         return self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
 
     def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
-        """(B, heads, L, e) → (B, L, those of some key/value groups, e)."""
+        """(B, heads, L, e) → those of some key/value groups."""
         by_group = heads.unflatten(1, (self.groups, -1))
-        return torch.cat([by_group[:, group] for group in groups], 1).transpose(1, 2)
+        return torch.cat([by_group[:, group] for group in groups], 1)
 
     def forward_rows(  # type: ignore[override]
-        self,
-        *inputs: torch.Tensor,
-        past: States,
-        rows: Rows,
-        scale: float | None,
-        dropout: float,
-        softcap: float | None,
-        s_aux: torch.Tensor | None,
+        self, *inputs: torch.Tensor, past: States, rows: Rows, s_aux: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         outputs: list[torch.Tensor] = []
         states: States = {}
+        logits = inputs[-1] if len(inputs) % 3 else None
         for index, (prefix, groups, window) in enumerate(self.parts):
-            query, key, value = (x.transpose(1, 2) for x in inputs[3 * index : 3 * index + 3])
-            sink: dict[str, Any] = {}
-            if s_aux is not None:
-                logits = s_aux if len(self.parts) == 1 else s_aux.unflatten(0, (self.groups, -1))[groups].flatten()
-                sink["sink_logits"] = logits.float()[None, :, None].expand(query.shape[:3])
-            output, state = local_attention(
-                query,
-                key,
-                value,
-                window=window,
-                scale=scale,
-                softcap=softcap,
-                dropout=dropout,
-                rows=rows,
-                initial_state=_state(past, prefix),
-                **sink,
-            )
+            heads = [x.transpose(1, 2) for x in inputs[3 * index : 3 * index + 3]]
+            own = s_aux
+            if s_aux is not None and len(self.parts) > 1:
+                own = s_aux.unflatten(0, (self.groups, -1))[groups].flatten()
+            is_windowed = window is not ALL_BEFORE
+            attend = self._with_first_token if is_windowed and self.sink == "first_token" else self._attend
+            output, after = attend(
+                *heads, prefix=prefix, window=window, past=past, rows=rows, s_aux=own,
+                logits=logits if is_windowed else None, **options,
+            )  # fmt: skip
             outputs.append(output.transpose(1, 2))
-            states |= {} if state is None else _named(state, prefix)
+            states |= after
         return self._together(outputs), states
+
+    @staticmethod
+    def _attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        prefix: str,
+        window: Window,
+        past: States,
+        rows: Rows,
+        scale: float,
+        softcap: float | None,
+        dropout: float,
+        s_aux: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
+        sink_values: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, States]:
+        """One part's (B, heads, L, e) each → (B, heads, L, e) and its states.
+
+        Args:
+            logits: (B, L, heads), q·k of a sink.
+        """
+        sink: dict[str, Any] = {}
+        if s_aux is not None:
+            sink["sink_logits"] = s_aux.float()[None, :, None].expand(query.shape[:3])
+        elif logits is not None:
+            logits = _capped(logits * scale, softcap).transpose(1, 2)
+            without = False if ranks is None or window.left is None else ranks.without_sink(window.left)
+            if isinstance(without, torch.Tensor):
+                logits = logits.masked_fill(without.unsqueeze(1), float("-inf"))
+            sink = {"sink_logits": logits, "sink_values": sink_values}
+        output, state = local_attention(
+            query,
+            key,
+            value,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            dropout=dropout,
+            rows=rows,
+            initial_state=_state(past, prefix),
+            **sink,
+        )
+        return output, {} if state is None else _named(state, prefix)
+
+    def _with_first_token(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        prefix: str,
+        past: States,
+        rows: Rows,
+        ranks: Ranks,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        """`_attend` where a token also sees the first one of its document.
+
+        A column of ones beside the values comes back as the share of the keys in the window; the rest is the first
+        token's.
+        """
+        firsts = first_tokens(key, value, ranks.values, past, prefix)
+        values, options = _with_ones(value), options | {"prefix": prefix, "past": past, "rows": rows, "ranks": ranks}
+        if ranks.without_sink(self.left) is not True:
+            options["logits"] = products(query, firsts[0])
+        output, states = self._attend(query, key, values, **options)
+        share, output = output[..., -1:], output[..., :-1]
+        without = ranks.without_sink(self.left)
+        if without is not True:
+            rest = 1 - share if without is False else (1 - share).masked_fill(without[:, None, :, None], 0.0)
+            by_group = rest.unflatten(1, (firsts[1].shape[1], -1)) * firsts[1].unsqueeze(2)
+            output = output + by_group.flatten(1, 2)
+        return output, states | (last_of(firsts, rows, past, prefix) if states else {})
 
     def _together(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """(B, L, heads, e) of each part → of all groups in their order."""
@@ -198,9 +312,22 @@ class WindowedAttention(RecurrentMixin):
         states: States = {}
         for index, (prefix, _, window) in enumerate(self.parts):
             key, value = (x.transpose(1, 2) for x in inputs[3 * index + 1 : 3 * index + 3])
-            held = rows.capacity if window.left is None else window.left
-            states |= _named(append_to_window(_state(past, prefix), key, value, held, rows), prefix)
+            before, held = _state(past, prefix), rows.capacity if window.left is None else window.left
+            if window.left is not None and self.sink == "first_token":
+                seen = None if before is None else before.seen
+                ranks = document_ranks(key.shape[2], seen=seen, seq_idx=rows.seq_idx, device=key.device)
+                states |= last_of(first_tokens(key, value, ranks, past, prefix), rows, past, prefix)
+                value = _with_ones(value)
+            states |= _named(append_to_window(before, key, value, held, rows), prefix)
         return states
+
+
+def _with_ones(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values, torch.ones_like(values[..., :1])], -1)
+
+
+def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
 def _state(past: States, prefix: str) -> AttentionState | None:

@@ -4,7 +4,7 @@
 
 import copy
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, ClassVar
@@ -17,7 +17,6 @@ from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 KINDS = ("full", "window", "none")
 SINKS = ("constant", "first_token")
 SUFFIX = "StudentConfig"
-WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class LayerPlan:
             "none", in a layer that has no attention.
         window: W, of a layer with one.
         groups: the key/value groups that see all tokens in a layer with a window; not all of them.
-        sink: what takes the place of the first token where a window has left it (see `Student`).
+        sink: what takes the place of the first token where a window has left it: "constant", "first_token" (see
+            `hf_hybrid_ssm.students.sinks`) or None.
     """
 
     attention: str = "full"
@@ -101,7 +101,7 @@ class HybridStudentConfig(PreTrainedConfig):
         student (`dict`, *optional*): What became of each layer's attention, as `Student.of` takes it; None: nothing.
 
     `HybridStudentConfig(teacher_type=..., ...)` makes an instance of the class for that teacher, which is also one of
-    the teacher's configuration class; `HybridStudentConfig.from_teacher` makes one of a teacher's configuration.
+    the teacher's configuration class; `student_config` (`hf_hybrid_ssm.students.initial`) makes one from a teacher's.
     """
 
     model_type = "hybrid_student"
@@ -117,7 +117,7 @@ class HybridStudentConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.student is None:
-            self.student = Student(tuple(LayerPlan() for _ in range(self.num_hidden_layers))).to_dict()
+            self.student = Student(tuple(unchanged(*own) for own in teacher_attention(self))).to_dict()
         self.check_student()
 
     @property
@@ -147,54 +147,9 @@ class HybridStudentConfig(PreTrainedConfig):
         check_saved_configuration(config_dict, cls)
         return super().from_dict(config_dict, **kwargs)
 
-    @classmethod
-    def from_teacher(
-        cls,
-        teacher: PreTrainedConfig,
-        keep: Sequence[Any] = (),
-        window: int = WINDOW,
-        sink: str | None = "constant",
-        attn_scale: float = 0.0,
-        floor_scale: int | None = None,
-    ) -> "HybridStudentConfig":
-        """The configuration of a student with windows, except where attention is kept.
-
-        Layers of the teacher that have windows, or no attention, stay as they are.
-
-        Args:
-            teacher: of a decoder of transformers.
-            keep: layers whose attention to all tokens is kept; or single key/value groups, as (layer, group).
-            window: W, the tokens that a token sees before its own.
-            sink: of windows in the place of attention to all tokens (see `Student`).
-            attn_scale, floor_scale: as of `Student`; W + 2 by default.
-
-        Raises:
-            ValueError: the teacher has no such layer or group, or its attention is not what a window can take.
-        """
-        own = teacher_attention(teacher)
-        whole = {part for part in keep if isinstance(part, int)}
-        layers = []
-        for index, (kind, reach) in enumerate(own):
-            groups = tuple(sorted(part[1] for part in keep if not isinstance(part, int) and part[0] == index))
-            if kind != "full" and (groups or index in whole):
-                raise ValueError(f"keep names layer {index}, whose attention in the teacher does not see all tokens.")
-            if len(set(groups)) == key_value_groups(teacher):
-                groups, kind = (), "kept"
-            if kind == "full" and index not in whole:
-                layers.append(LayerPlan("window", window, groups, sink))
-            elif kind == "window":
-                layers.append(LayerPlan("window", reach))
-            else:
-                layers.append(LayerPlan("none" if kind == "none" else "full"))
-        if missing := sorted({part if isinstance(part, int) else part[0] for part in keep} - set(range(len(own)))):
-            raise ValueError(f"keep names {missing}, but the teacher's layers are 0 to {len(own) - 1}.")
-        floor = window + 2 if floor_scale is None else floor_scale
-        student = Student(tuple(layers), float(attn_scale), floor)
-        return config_class(teacher.model_type)(student=student.to_dict(), **_fields_of(teacher))
-
     def teacher_config(self) -> PreTrainedConfig:
         """The teacher's own configuration."""
-        others = {name: value for name, value in _fields_of(self).items() if name not in ("student", "teacher_type")}
+        others = {name: value for name, value in fields_of(self).items() if name not in ("student", "teacher_type")}
         return self.teacher_config_class(**others)
 
     def check_student(self) -> None:
@@ -213,6 +168,8 @@ class HybridStudentConfig(PreTrainedConfig):
             raise ValueError(
                 f"student.attn_scale={plan.attn_scale} must be at least 0, floor_scale={plan.floor_scale} at least 1."
             )
+        if plan.attn_scale and any(kind == "other" for kind, _ in own):
+            raise ValueError(f"student.attn_scale={plan.attn_scale} is for layers that see all tokens or windows.")
 
 
 def _why_not(layer: LayerPlan, kind: str, reach: int | None, groups: int) -> str | None:
@@ -241,6 +198,11 @@ def _why_not(layer: LayerPlan, kind: str, reach: int | None, groups: int) -> str
     return None
 
 
+def unchanged(kind: str, reach: int | None) -> LayerPlan:
+    """A layer whose attention stays the teacher's."""
+    return LayerPlan("window", reach) if kind == "window" else LayerPlan("none" if kind == "none" else "full")
+
+
 def teacher_attention(config: Any) -> list[tuple[str, int | None]]:
     """For each layer of a decoder "full", "window" with the tokens that it sees before each, "other" (chunks, sparse
     attention) or "none" (a convolution, a recurrence)."""
@@ -259,7 +221,7 @@ def key_value_groups(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     """All that a configuration of the same class is made of."""
     ignored = {"architectures", "auto_map", "model_type", "transformers_version"}
     fields = {name: value for name, value in config.to_dict().items() if name not in ignored}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
@@ -39,10 +40,11 @@ from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
-from hf_hybrid_ssm.students.attention import PREFIX, Forward, WindowedAttention, implementation
+from hf_hybrid_ssm.students.attention import PREFIX, Forward, Ranks, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_cache, student_cache
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig, config_class
-from hf_hybrid_ssm.students.teacher import attention_layers, class_of
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
+from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before
+from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
 OF_TEACHER = "teacher"
 """Beside the mask of states, in masks made ahead of compiled decoding: what the teacher's own layers take."""
@@ -103,6 +105,14 @@ class StudentMixin(HybridPreTrainedModel):
         super().post_init()
         self._keep_in_fp32_modules_strict |= set(self.teacher_class._keep_in_fp32_modules_strict or ())
 
+    @torch.no_grad()
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, ConstantSink):
+            init.zeros_(module.key)
+            init.zeros_(module.value)
+        else:
+            super()._init_weights(module)
+
     def _why_no_attentions(self) -> str | None:
         return super()._why_no_attentions() if any(layer.is_windowed for layer in self.config.plan.layers) else None
 
@@ -117,7 +127,6 @@ class HybridStudentModel(StudentMixin):
     def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.become_student()
-        self.post_init()
 
     def become_student(self) -> None:
         """Add what layers have beyond the teacher's.
@@ -126,13 +135,39 @@ class HybridStudentModel(StudentMixin):
             ValueError: the teacher's attention is not what a student needs, or not where the configuration says.
         """
         layers = attention_layers(self.config, self.config.teacher_type)
+        self.places: set[tuple[Any, int]] = set()
         for index, plan in enumerate(self.config.plan.layers):
             if not plan.is_windowed:
                 continue
             if index not in layers:
                 raise ValueError(f"student.layers[{index}]: the teacher has no attention there.")
-            module: Any = self.get_submodule(layers[index].name)
-            module.windowed = WindowedAttention(index, plan, layers[index].groups)
+            self._add_window(index, plan, layers[index])
+        self.post_init()
+
+    def _add_window(self, index: int, plan: LayerPlan, layer: AttentionLayer) -> None:
+        if plan.sink is not None and layer.has_sink:
+            raise ValueError(
+                f"student.layers[{index}].sink={plan.sink!r}: the teacher has sinks of its own; give None."
+            )
+        if plan.sink == "constant" and layer.turned is None:
+            raise ValueError(
+                f"student.layers[{index}].sink='constant': {layer.name} turns its keys in a way of its own; give "
+                "'first_token'."
+            )
+        module: Any = self.get_submodule(layer.name)
+        place: Any = (self._layer_type(index), plan.window) if plan.sink == "constant" and layer.turned else None
+        module.windowed = WindowedAttention(index, plan, layer.groups, place)
+        if plan.sink == "constant":
+            sizes = layer.groups - len(plan.groups), layer.key_size, layer.value_size
+            module.sink = ConstantSink(*sizes, layer.turned or 0)
+        if place is not None:
+            self.places.add(place)
+
+    def _layer_type(self, index: int) -> str | None:
+        """What the teacher's rotary embedding is told of a layer; None if nothing."""
+        rotary = getattr(self, "rotary_emb", None)
+        is_told = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        return self.config.layer_types[index] if is_told else None
 
     @merge_with_config_defaults
     @by_both_cache_names
@@ -162,9 +197,9 @@ class HybridStudentModel(StudentMixin):
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            cache = None  # a recomputation would store the states twice
-        elif use_cache or cache is not None:
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("cache cannot be used with gradient checkpointing, which would read its tokens twice.")
+        if use_cache or cache is not None:
             cache = student_cache(cache, self.config, given.shape[0])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
@@ -172,7 +207,7 @@ class HybridStudentModel(StudentMixin):
         check_cache_without_states(cache, rows)
         positions: Any = self._positions(rows, cache, given.device) if position_ids is None else position_ids
         own_mask = rows.full_token_mask if masks is None else masks[OF_TEACHER]
-        forward = Forward(rows, cache, self._query_scale(positions))
+        forward = Forward(rows, cache, self._query_scale(positions), *self._for_sinks(rows, cache, positions))
         begin_forward(cache)
         output = super().forward(
             **inputs,
@@ -218,10 +253,29 @@ class HybridStudentModel(StudentMixin):
         """(B or 1, L) int64, the real tokens before each token in its document."""
         if not any(layer.is_windowed for layer in self.config.plan.layers):
             return rows.positions(device)
-        ranks = document_ranks(rows.length, seen=_seen(rows, cache, device), seq_idx=rows.seq_idx, device=device)
-        if rows.padding is None:
-            return ranks
-        return rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
+        ranks = _ranks(rows, cache, device)
+        return ranks if rows.padding is None else rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
+
+    def _for_sinks(
+        self, rows: PackedRows, cache: Cache | None, position_ids: torch.Tensor
+    ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles]]:
+        """`Forward.ranks` and `Forward.angles`."""
+        sinks = {layer.sink for layer in self.config.plan.layers} - {None}
+        ranks = Ranks(_ranks(rows, cache, position_ids.device)) if sinks else None
+        angles = {}
+        for place in self.places:
+            if ranks is None or ranks.without_sink(place[1]) is True:
+                continue
+            # both in one call: some kinds of rotary positions choose their frequencies by the largest position
+            distance = position_ids.new_full((position_ids.shape[0], 1), place[1] + 1)
+            cos, sin = self.angles_at(torch.cat([position_ids, distance], 1), place[0])
+            angles[place] = angles_before((cos[:, :-1], sin[:, :-1]), (cos[:, -1:], sin[:, -1:]))
+        return ranks, angles
+
+    def angles_at(self, position_ids: torch.Tensor, layer_type: str | None) -> Angles:
+        """Of the teacher's rotary embedding at the positions (B, L)."""
+        x = self.get_input_embeddings().weight
+        return self.rotary_emb(x, position_ids, *(() if layer_type is None else (layer_type,)))
 
     def _query_scale(self, position_ids: torch.Tensor) -> torch.Tensor | None:
         """(B or 1, L) float32, what multiplies queries that see all tokens; None for 1."""
@@ -231,12 +285,14 @@ class HybridStudentModel(StudentMixin):
         return 1 + plan.attn_scale * torch.log1p(torch.floor((position_ids + 1).float() / plan.floor_scale))
 
 
-def _seen(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor | None:
-    """(B,) int64, the real tokens so far of the document that each row goes on with; None before the first."""
+def _ranks(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
+    """(B or 1, L) int64, the tokens before each token in its document, of rows whose real tokens come first."""
+    seen = None
     for layer in () if cache is None else cache.layers:
         if is_recurrent_state_layer(layer) and "seen" in layer.states:  # the same in all layers
-            return rows.continued({"seen": layer.states["seen"]})["seen"].to(device)
-    return None
+            seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(device)
+            break
+    return document_ranks(rows.length, seen=seen, seq_idx=rows.seq_idx, device=device)
 
 
 class HybridStudentForCausalLM(

@@ -5,6 +5,7 @@ after the other, and what each hands to transformers' attention interface says a
 """
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class AttentionLayer:
         name: of the module, in the base model.
         heads, groups: of queries, and of keys and values.
         key_size, value_size: of a head.
-        is_rotated: its keys are turned by their positions.
+        turned: how many of a key's first channels `apply_rotary_pos_emb` of the attention's module turns by the angles
+            of the base model's `rotary_emb`; 0 where keys are not turned, None where they are in another way.
         has_sink: it has logits of its own beside those of the keys (gpt-oss).
     """
 
@@ -51,7 +53,7 @@ class AttentionLayer:
     groups: int
     key_size: int
     value_size: int
-    is_rotated: bool
+    turned: int | None
     has_sink: bool
 
 
@@ -112,6 +114,8 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
         with torch.device("meta"), _dtype(torch.bfloat16):  # on meta, experts are multiplied in this alone
             model = model_class(config).eval().requires_grad_(False).base_model
             look.names = {id(module): name for name, module in model.named_modules()}
+            if hasattr(model, "rotary_emb"):
+                model.rotary_emb.register_forward_hook(look.remember_angles)
             rotaries = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
             for rotary in rotaries:
                 rotary.register_forward_hook(_require_gradient)
@@ -123,7 +127,7 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
     except Exception as error:  # whatever a model of transformers does that a student does not know
         first = (str(error).splitlines() or [""])[0]
         reason = f"its layers do not run as others do ({type(error).__name__}: {first})"
-    if not rotaries or (look.layers and not any(layer.is_rotated for layer in look.layers.values())):
+    if not rotaries or (look.layers and all(layer.turned == 0 for layer in look.layers.values())):
         reason = "its positions are not rotary, and a window cannot go beyond those that it has learned"
     elif not look.layers and reason is None:
         reason = "its attention does not pass transformers' attention interface"
@@ -158,7 +162,11 @@ class _Look:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.layers: dict[int, AttentionLayer] = {}
+        self.angles: Any = None
         self.reason: str | None = None
+
+    def remember_angles(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.angles = output
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **others: Any
@@ -172,13 +180,26 @@ class _Look:
             groups=key.shape[1],
             key_size=key.shape[3],
             value_size=value.shape[3],
-            is_rotated=key.requires_grad,
+            turned=self._turned(module, key) if key.requires_grad else 0,
             has_sink=others.get("s_aux") is not None,
         )
         if module.layer_idx in self.layers:
             self.reason = "a layer of it attends more than once"
         self.layers[module.layer_idx] = layer  # type: ignore[index]
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _turned(self, module: nn.Module, key: torch.Tensor) -> int | None:
+        turn = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        if turn is None or not isinstance(self.angles, tuple) or len(self.angles) != 2:
+            return None
+        for size in (key.shape[3], self.angles[0].shape[-1]):  # some attention layers split their heads themselves
+            part = key[..., :size]
+            try:
+                if turn(part, part, *self.angles)[1].shape == part.shape:
+                    return size
+            except (RuntimeError, TypeError):
+                continue
+        return None
 
 
 def _attend(module: nn.Module, *heads: torch.Tensor, student: _Look | None = None, **others: Any) -> Any:

@@ -1,0 +1,112 @@
+"""Sinks of windows: what takes the place of the first token where a window has left it.
+
+A pretrained transformer rests much of its attention on the first token of a text, as a place to put none (Xiao et al.,
+arXiv 2309.17453). A window that has moved on takes that place away. In its stead comes
+
+    "constant"      a key and a value of the layer's own, W + 1 tokens before each token;
+    "first_token"   the key and the value of the text's first token, which the cache keeps.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.rows import Rows
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines (B or 1, L, ...) of rotary positions, as the teacher's rotary embedding gives them."""
+FIRST = ("first_key", "first_value")
+"""The names of what a "first_token" sink keeps, (B, G, 1, e) each."""
+
+
+class ConstantSink(nn.Module):
+    """The key and the value of a first token: `key` (G, e), not yet turned by its position, and `value` (G, v).
+
+    Args:
+        turned: as of `AttentionLayer`.
+    """
+
+    def __init__(self, groups: int, key_size: int, value_size: int, turned: int):
+        super().__init__()
+        self.turned = turned
+        self.key = nn.Parameter(torch.zeros(groups, key_size))
+        self.value = nn.Parameter(torch.zeros(groups, value_size))
+
+    def forward(self, module: Any, query: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """q·k for queries (B, H, L, e) as `module` has turned them, (B, L, H) in float32 or wider.
+
+        Args:
+            module: the teacher's attention.
+            angles: of the places where the sink is for each query; None where keys are not turned.
+        """
+        key = self.key[None, :, None]
+        if angles is not None:
+            key = self.turn(module, key.expand(angles[0].shape[0], -1, angles[0].shape[1], -1), angles)
+        return products(query, key)
+
+    def turn(self, module: Any, key: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Keys (B, G, L, e) turned by rotary positions, as `module` does."""
+        part, rest = key[..., : self.turned], key[..., self.turned :]
+        part = sys.modules[type(module).__module__].apply_rotary_pos_emb(part, part, *angles)[1]
+        return part if rest.shape[-1] == 0 else torch.cat([part, rest], -1)
+
+    def optimizer_options(self, name: str) -> dict[str, Any]:
+        """A sink is not decayed (see `hf_hybrid_ssm.training.optim`)."""
+        return {"weight_decay": 0.0}
+
+
+def angles_before(angles: Angles, distance: Angles) -> Angles:
+    """Angles of the places that many tokens before those of `angles`.
+
+    By a difference of angles and not of positions: what is rounded in the angles of a query and of its sink is then
+    the same, however far they are. Both may be scaled alike, as in YaRN, and the result is.
+    """
+    (cos, sin), (cos_w, sin_w) = angles, distance
+    scale = (cos_w * cos_w + sin_w * sin_w).rsqrt()
+    cos_w, sin_w = cos_w * scale, sin_w * scale
+    return cos * cos_w + sin * sin_w, sin * cos_w - cos * sin_w
+
+
+def products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """q·k of queries (B, H, L, e) and one key for each (B or 1, G, L or 1, e), (B, L, H) in float32 or wider."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device.type):
+        by_group = query.to(dtype).unflatten(1, (key.shape[1], -1))
+        return (by_group * key.to(dtype).unsqueeze(2)).sum(-1).flatten(1, 2).transpose(1, 2)
+
+
+def first_tokens(
+    key: torch.Tensor, value: torch.Tensor, ranks: torch.Tensor, past: States, prefix: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (B, G, L, e) of the first token of each token's document.
+
+    Args:
+        key, value: of the rows, (B, G, L, e).
+        ranks: (B or 1, L), the tokens before each token in its document.
+        past, prefix: the states before, and what their names begin with.
+    """
+    begin = torch.arange(ranks.shape[1], device=ranks.device) - ranks  # negative: before these rows
+    index = begin.clamp(min=0)[:, None, :, None]
+    firsts = []
+    for name, rows in zip(FIRST, (key, value)):
+        own = rows.gather(2, index.expand(*rows.shape[:2], -1, rows.shape[3]))
+        held = past.get(prefix + name)
+        firsts.append(own if held is None else torch.where((begin < 0)[:, None, :, None], held.to(own.dtype), own))
+    return firsts[0], firsts[1]
+
+
+def last_of(firsts: tuple[torch.Tensor, torch.Tensor], rows: Rows, past: States, prefix: str) -> States:
+    """What a "first_token" sink keeps after rows whose documents begin with these keys and values (B, G, L, e)."""
+    states = {}
+    for name, first in zip(FIRST, firsts):
+        if rows.lengths is None:
+            states[prefix + name] = first[:, :, -1:].clone()
+            continue
+        column = (rows.lengths.long() - 1).view(-1, 1, 1, 1)
+        last = first.gather(2, column.clamp(min=0).expand(-1, first.shape[1], 1, first.shape[3]))
+        states[prefix + name] = torch.where(column < 0, past.get(prefix + name, torch.zeros_like(last)), last)
+    return states
