@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from hf_hybrid_ssm.students.cache import fit_cache
 from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
@@ -125,6 +125,20 @@ def test_generation_in_all_modes(name, kind):
     padded = torch.cat([torch.zeros(2, 4, dtype=torch.int64), ids], 1)
     mask = (torch.arange(16) >= torch.tensor([[4], [4]])).long()
     assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 4:], wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("kind", ["windows", "mixed", "kept"])
+def test_a_full_static_cache_refuses_more_where_a_group_sees_all_tokens(name, kind):
+    model, ids = student(name, kind), tokens(1, LENGTH)
+    cache = StaticCache(config=model.config, max_cache_len=10)
+    model(ids[:, :8], cache=cache)
+    if kind == "windows":
+        last = model(ids[:, 8:], cache=cache).logits[:, -1]
+        torch.testing.assert_close(last, model(ids).logits[:, -1], **tolerance(name))
+    else:
+        with pytest.raises(IndexError, match="room for 10 tokens"):
+            model(ids[:, 8:], cache=cache)
 
 
 @EVERY

@@ -540,7 +540,8 @@ def _check_room(cache: Cache, length: int) -> None:
 
 
 def _keeps_all_tokens(layer: Any) -> bool:
-    return layer.keeps_all_tokens if is_recurrent_state_layer(layer) else not layer.is_sliding
+    """A layer of transformers that has no keys (a convolution, a recurrence) knows of no window either."""
+    return layer.keeps_all_tokens if is_recurrent_state_layer(layer) else not getattr(layer, "is_sliding", True)
 
 
 def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:

@@ -47,16 +47,16 @@ class _Layers:
     model_type: str
 
 
-def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: int) -> Cache:
-    """The cache to use in a forward, as of `prepare_cache`: a new one, or the given one with its empty layers fitted.
+def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: int, length: int) -> Cache:
+    """The cache to use in a forward of `length` tokens, as of `prepare_cache`: a new one, or the given one with its empty layers fitted.
 
     Raises:
-        TypeError, ValueError: as of `prepare_cache`.
+        TypeError, ValueError, IndexError: as of `prepare_cache`.
     """
     cache = DynamicCache(config=config) if cache is None else cache
     fit_cache(cache, config)
     kinds = [WINDOW_LAYER_TYPE if layer.is_windowed else layer.attention for layer in config.plan.layers]
-    return prepare_cache(cache, _Layers(kinds, config.model_type), batch_size)
+    return prepare_cache(cache, _Layers(kinds, config.model_type), batch_size, length)
 
 
 def fit_cache(cache: Any, config: HybridStudentConfig) -> None:
@@ -69,6 +69,7 @@ def fit_cache(cache: Any, config: HybridStudentConfig) -> None:
             continue
         if isinstance(layer, StaticLayer):
             layers[index] = StaticWindowedLayer(max(each.get_max_length() for each in layers))
+            layers[index].keeps_all_tokens = bool(plan.groups)
         else:
             layers[index] = WindowedLayer()
             layers[index].record_past = any(getattr(each, "record_past", False) for each in layers)

@@ -200,7 +200,7 @@ class HybridStudentModel(StudentMixin):
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("cache cannot be used with gradient checkpointing, which would read its tokens twice.")
         if use_cache or cache is not None:
-            cache = student_cache(cache, self.config, given.shape[0])
+            cache = student_cache(cache, self.config, *given.shape[:2])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
         rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
