@@ -10,6 +10,7 @@ from transformers import (
     LlamaForSequenceClassification,
     LlamaModel,
     MistralConfig,
+    Qwen2Config,
 )
 
 from hf_hybrid_ssm.upcycle import student_config, upcycle
@@ -156,8 +157,44 @@ def test_configurations_are_refused_without_weights():
     narrow = MistralConfig(**SIZES, sliding_window=1)
     with pytest.raises(ValueError, match=r"sliding_window=1 of the teacher: .* must be 2 or more"):
         student_config(narrow, family="bst")
-    assert student_config(narrow, family="bst", sliding_window=9).sliding_window == 9
     assert student_config(narrow, keep=1.0).sliding_window == 1  # theirs counts the token itself, and so does ours
+
+
+WIDER = [
+    ({"keep": [1, 2], "keep_as": "full_attention"}, "layer 1 of the student would see all tokens"),
+    ({"block_types": ["full_attention", "sliding_attention"] * 2}, "layer 0 of the student would see all tokens"),
+    ({"keep": [0], "others_as": "sliding_attention", "sliding_window": 8}, "Give at most 7, or leave it out"),
+    ({"keep": [], "others_as": "hybrid_sliding", "sliding_window": 8}, "Give at most 7, or leave it out"),
+    ({"family": "bst", "sliding_window": 7}, "Give at most 6, or leave it out"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WIDER)
+def test_no_layer_sees_more_than_its_teacher_was_trained_to(arguments, message):
+    """Of a teacher whose layers slide, and of one of whose layers some do."""
+    mixed = Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=0, sliding_window=7)
+    assert mixed.layer_types == ["sliding_attention"] * 4
+    for teacher in (MistralConfig(**SIZES, sliding_window=7), mixed):
+        with pytest.raises(ValueError, match=message) as error:
+            student_config(teacher, **arguments)
+        assert "trained to see 7 tokens" in str(error.value) and "\n" not in str(error.value)
+    half = Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=2, sliding_window=7)
+    kept = student_config(half, keep=[0, 1], keep_as="full_attention", others_as="sliding_attention")
+    assert kept.block_types == half.layer_types and kept.sliding_window == 7
+    narrower = student_config(half, keep=[0, 1], others_as="sliding_attention", sliding_window=5)
+    assert narrower.sliding_window == 5 and student_config(half, family="bst", sliding_window=6).sliding_window == 6
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_whose_frequencies_change_with_the_length_are_refused(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    config = LlamaConfig(**SIZES, rope_parameters=rope)
+    for arguments in ({"keep": 1.0}, {"keep": 0.0, "others_as": "sliding_attention"}, {"family": "bst"}):
+        with pytest.raises(ValueError, match=f"rope_type='{kind}' of the teacher cannot be carried over"):
+            student_config(config, **arguments)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}  # what the refusal advises
+    assert student_config(config, keep=1.0).rope_parameters["rope_type"] == "default"
 
 
 OTHER_SIZES = {"num_key_value_heads": 4, "num_hidden_layers": 5, "mlp_intermediate_size": 50}

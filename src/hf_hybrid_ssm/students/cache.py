@@ -48,7 +48,8 @@ class _Layers:
 
 
 def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: int, length: int) -> Cache:
-    """The cache to use in a forward of `length` tokens, as of `prepare_cache`: a new one, or the given one with its empty layers fitted.
+    """The cache to use in a forward of `length` tokens, as of `prepare_cache`: a new one, or the given one with its
+    empty layers fitted.
 
     Raises:
         TypeError, ValueError, IndexError: as of `prepare_cache`.

@@ -114,6 +114,8 @@ def student_config(
         if fixed := sorted(fields.keys() & known.keys() - SETTABLE_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         known |= _sink_fields(teacher, ["sliding_attention"], fields)
+        windows = ["sliding_attention"] * teacher.num_hidden_layers
+        _check_reach(teacher, windows, (known | fields).get("sliding_window", WINDOW), uncounted=1)
         return _without_idle_limit(BstConfig(**(known | fields)), fields)
     keep = 0.25 if keep is None else keep
     if isinstance(keep, int | float):
@@ -129,10 +131,32 @@ def student_config(
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
     known |= _sink_fields(teacher, fields.get("block_types", known["block_types"]), fields)
     types = fields.get("block_types", known["block_types"])
+    _check_reach(teacher, types, (known | fields).get("sliding_window"))
     has_both = known.get("attention_sink") is not None and {"full_attention", "mixed_attention"} & set(types)
     if has_both and fields.get("attn_scale", ATTN_SCALE):
         known |= {"attn_scale": ATTN_SCALE, "floor_scale": fields.get("sliding_window", known["sliding_window"]) + 1}
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
+
+
+def _check_reach(teacher: Any, block_types: Sequence[str], window: int | None, uncounted: int = 0) -> None:
+    """A layer that saw a window in its training sees no more in a student.
+
+    Args:
+        window: the `sliding_window` of the student.
+        uncounted: 1 where that does not count the token itself, as a teacher's does.
+
+    Raises:
+        ValueError: a layer would see more.
+    """
+    own = [layer for layer, kind in enumerate(attention_types(teacher)) if kind == "sliding_attention"]
+    if not own:
+        return
+    told = f"layers of the teacher, {own[0]} first, were trained to see {teacher.sliding_window} tokens"
+    if wider := [layer for layer in own if block_types[layer] in ("full_attention", "mixed_attention")]:
+        raise ValueError(f"layer {wider[0]} of the student would see all tokens, but {told}: leave keep_as out.")
+    if window is not None and window + uncounted > teacher.sliding_window:
+        most = teacher.sliding_window - uncounted
+        raise ValueError(f"sliding_window={window} is too wide: {told}. Give at most {most}, or leave it out.")
 
 
 def _sink_fields(teacher: Any, block_types: Sequence[str], fields: dict[str, Any]) -> dict[str, Any]:
@@ -222,10 +246,10 @@ def _bst_fields(teacher: Any, fields: dict[str, Any]) -> dict[str, Any]:
         "logit_scale": 1.0,
     }
     if "sliding_attention" in attention_types(teacher):
-        if teacher.sliding_window < 2 and "sliding_window" not in fields:
+        if teacher.sliding_window < 2:
             raise ValueError(
                 f"sliding_window={teacher.sliding_window} of the teacher: a window of a BST holds at least one token "
-                "before the current one, so the teacher's must be 2 or more. Give sliding_window, or another teacher."
+                "before the current one, so the teacher's must be 2 or more: give another teacher."
             )
         known["sliding_window"] = teacher.sliding_window - 1  # theirs counts the token itself
     if "block_types" not in fields:

@@ -20,6 +20,8 @@ UNSUPPORTED_REASONS = {
     "smollm3": "layers without rotary positions",
 }
 """What a student would need, by model type; for models that people ask about."""
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""Of these the frequencies are the same for every text; others' change with its length, under keys that are cached."""
 
 
 def check_model_type(config: PreTrainedConfig) -> None:
@@ -46,6 +48,13 @@ def check_teacher(config: PreTrainedConfig) -> None:
     for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
         if (value := getattr(config, name, None)) not in (None, wanted):
             raise ValueError(f"{name}={value!r} of the teacher cannot be carried over; only {wanted!r} can.")
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in ROTARY_TYPES:
+        raise ValueError(
+            f"rope_type={kind!r} of the teacher cannot be carried over: it rotates by other frequencies in longer "
+            f"texts. Set rope_type to one of {', '.join(map(repr, ROTARY_TYPES))} in its rope_parameters; 'default' "
+            "gives what it computes in short texts."
+        )
     value = getattr(config, "quantization_config", None)
     method = value.get("quant_method") if isinstance(value, dict) else getattr(value, "quant_method", None)
     if value is not None and method != "gguf":  # a GGUF file's weights are plain once they are loaded
