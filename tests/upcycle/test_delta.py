@@ -6,12 +6,21 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from hf_hybrid_ssm.hub import card_of_folder, check_contents, check_folder, export_code
+from hf_hybrid_ssm.hub.fingerprint import digest_of
 from hf_hybrid_ssm.upcycle import load_teacher_model, new_modules, save_delta, upcycle
 from hf_hybrid_ssm.upcycle.delta import TEACHER, tokenizer_of, write_full
 from tests.upcycle.teacher_files import TEXT, save_teacher, tokenizer_of_tests, write_gguf
+from tests.upcycle.test_upcycle import SIZES
 
 STUDENTS = {
     "longhorn": {"keep": 0.5, "state_size": 4},
@@ -231,7 +240,7 @@ def damaged(folder, kind):
             file.write_text("{")
             return r"delta\.json is not valid JSON"
         case "another format":
-            said["format"] = 2
+            said["format"] = 1
         case "a field more":
             said["path"] = "/etc"
         case "a path":
@@ -243,22 +252,39 @@ def damaged(folder, kind):
         case "a wrong width":
             save_file(load_file(weights) | {both: torch.zeros(32, 64)}, weights)
             return f"{both} has shape .32, 64.; the teacher's columns are carried"
+        case "a number":
+            own = load_file(weights)
+            own[both][0, 0] = torch.nan
+            save_file(own, weights)
+        case "two names":
+            own = load_file(weights)
+            first, second = two_alike({name: value.shape for name, value in own.items()})
+            save_file(own | {first: own[second], second: own[first]}, weights)
+        case "two carried names":
+            first, second = two_alike({name: name.split(".", 3)[3:] for name in said["carried"] if ".layers." in name})
+            said["carried"] |= {first: said["carried"][second], second: said["carried"][first]}
         case "whole weights beside it":
             shutil.copy(weights, folder / "model.safetensors")
             return "holds both a delta .* and whole weights"
     file.write_text(json.dumps(said))
     return {
-        "another format": "is not a delta of format 1",
-        "a field more": "must hold teacher, is_on_hub, fingerprint, carried",
+        "another format": "is not a delta of format 2",
+        "a field more": "must hold teacher, is_on_hub, fingerprint, digest, carried",
         "a path": r"teacher='\.\./teacher' must be a name without its folder",
         "no tensor carried": r"no weight file holds model\.norm\.weight",
         "a foreign tensor": r"carries other\.weight, which the student does not have",
-    }[kind]
+    }.get(kind, r"delta\.safetensors and delta\.json are not what was saved")
+
+
+def two_alike(kinds):
+    """Two names of the same kind."""
+    pairs = ((one, other) for one in kinds for other in kinds if one < other and kinds[one] == kinds[other])
+    return next(pairs)
 
 
 DAMAGES = (
     "no weights", "cut off", "no JSON", "another format", "a field more", "a path", "no tensor carried",
-    "a foreign tensor", "a wrong width", "whole weights beside it",
+    "a foreign tensor", "a wrong width", "a number", "two names", "two carried names", "whole weights beside it",
 )  # fmt: skip
 
 
@@ -271,6 +297,53 @@ def test_a_damaged_delta_is_found(kind, teachers, tmp_path):
         check_contents(tmp_path)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError):
+        AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers["folder"])
+
+
+def test_a_student_that_is_not_finite_is_not_saved(teachers, tmp_path):
+    student = student_of(teachers["folder"])
+    name = new_modules(student)[0]
+    with torch.no_grad():
+        next(student.get_submodule(name).parameters()).view(-1)[0] = torch.inf
+    with pytest.raises(ValueError, match=rf"{name}\S+ of the student holds NaN or infinite numbers"):
+        save_delta(student, tmp_path / "delta", teachers["folder"])
+    assert not (tmp_path / "delta").exists()
+
+
+def test_what_carries_over_twice_is_two(teachers, tmp_path):
+    """Norms that are alike are carried from one of the teacher's; a Phi-3's projections are parts of one matrix. Each
+    is trained apart after loading."""
+    alike = load_teacher_model(teachers["folder"])
+    with torch.no_grad():
+        for name, parameter in alike.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+    alike.save_pretrained(tmp_path / "alike")
+    Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)).save_pretrained(tmp_path / "fused")
+    for folder in ("alike", "fused"):
+        student, _ = upcycle(load_teacher_model(tmp_path / folder), **STUDENTS["bst"])
+        delta = save_delta(student, tmp_path / f"{folder}-delta", tmp_path / folder)
+        assert len(set(delta.carried.values())) < len(delta.carried)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / f"{folder}-delta", teacher=tmp_path / folder)
+        parameters = list(found.parameters())
+        assert len({value.untyped_storage().data_ptr() for value in parameters}) == len(parameters)
+        wanted = {name: value.clone() for name, value in found.state_dict().items()}
+        with torch.no_grad():
+            found.model.layers[0].attention_norm.weight.add_(1)
+            found.model.layers[0].attention.q_proj.weight.add_(1)
+        changed = {name for name, value in found.state_dict().items() if not torch.equal(value, wanted[name])}
+        assert changed == {f"model.layers.0.{part}.weight" for part in ("attention_norm", "attention.q_proj")}
+
+
+def test_a_tensor_of_another_shape_is_not_carried(teachers, tmp_path):
+    student = student_of(teachers["folder"])
+    save_delta(student, tmp_path, teachers["folder"])
+    file = tmp_path / "delta.json"
+    said = json.loads(file.read_text())
+    said["carried"]["model.norm.weight"] = "model.layers.0.mlp.up_proj.weight"
+    said["digest"] = digest_of(said["carried"], load_file(tmp_path / "delta.safetensors"))
+    file.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is carried as \(48, 32\), not \(32,\)"):
         AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers["folder"])
 
 

@@ -18,7 +18,7 @@ from hf_hybrid_ssm.hub.writing import write_whole
 
 DELTA = "delta.json"
 DELTA_WEIGHTS = "delta.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class Delta:
 
     Attributes:
         teacher: a name on the Hub; of a folder or file the last part of its path.
-        is_on_hub: which of both.
+        is_on_hub: True if `teacher` is a name on the Hub, False if it is part of a path.
         fingerprint: of all of the teacher's tensors (`fingerprint_of`), in the type that they were saved in.
+        digest: of `carried` and of the tensors of the file (`digest_of`): each has its own name and numbers.
         carried: the student's tensor → the teacher's.
     """
 
     teacher: str
     is_on_hub: bool
     fingerprint: str
+    digest: str
     carried: dict[str, str]
 
     def write(self, folder: Path) -> None:
@@ -57,7 +59,7 @@ def read_delta(folder: Path) -> Delta:
     content = read_any_json(file)
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is not a delta of format {FORMAT}, which this version of hf-hybrid-ssm reads.")
-    kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "carried": dict}
+    kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "digest": str, "carried": dict}
     if content.keys() != kinds.keys() or not all(isinstance(content[name], kind) for name, kind in kinds.items()):
         raise ValueError(f"{file} must hold {', '.join(kinds)}, each of its type, and nothing else.")
     if not all(isinstance(value, str) for value in content["carried"].values()):

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
-from hf_hybrid_ssm.hub.delta_files import check_carried, is_delta, read_delta
+from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, check_carried, is_delta, read_delta
+from hf_hybrid_ssm.hub.fingerprint import digest_of
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
 from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
 from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
@@ -50,6 +52,8 @@ def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     if hasattr(config, "quantization_config"):
         raise ValueError(f"{where / 'config.json'}: quantized weights are not checked; from_pretrained loads them.")
     check_tensors(where, config)
+    if is_delta(where):
+        own_tensors(where)
     check_tokenizer(where, config)
     _check_generation(where)
     return counts
@@ -118,8 +122,26 @@ def _check_leftovers(folder: Path) -> None:
         )
 
 
-def check_tensors(folder: Path, config: Any) -> None:
+def own_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a delta that are not its teacher's, by name.
+
+    Raises:
+        ValueError: they are not those that were saved with `delta.json`: a number or a name is another.
+    """
+    own, delta = load_file(folder / DELTA_WEIGHTS), read_delta(folder)
+    if digest_of(delta.carried, own) != delta.digest:
+        raise ValueError(
+            f"{folder / DELTA_WEIGHTS} and {DELTA} are not what was saved: the name or a number of a tensor is "
+            "another. Copy both again."
+        )
+    return own
+
+
+def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     """The weights are those of the class in `config.json`, in name and shape; of a delta, with what carries over.
+
+    Returns:
+        The shapes of that class's tensors, by name.
 
     Raises:
         ValueError: names the file and a tensor.
@@ -155,6 +177,7 @@ def check_tensors(folder: Path, config: Any) -> None:
         if not _fits(dtype, wanted.dtype):
             needed = ", ".join(FLOATING) if wanted.is_floating_point else OTHERS.get(wanted.dtype)
             raise ValueError(f"{file_of[name]}: {name} has dtype {dtype}, but {architecture} needs {needed}.")
+    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
 
 def _tied(model: PreTrainedModel) -> set[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,9 +23,9 @@ from transformers import (
 
 from hf_hybrid_ssm.hub.cards import card_of_folder
 from hf_hybrid_ssm.hub.configurations import config_of_folder
-from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
-from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
-from hf_hybrid_ssm.hub.verify_tensors import check_tensors
+from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
+from hf_hybrid_ssm.hub.fingerprint import digest_of, fingerprint_of
+from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.upcycle.loading import load_teacher_model, open_teacher
 
@@ -67,7 +67,7 @@ def save_delta(
 
     Raises:
         FileExistsError: the folder holds something.
-        ValueError: the student shares no tensor with the teacher.
+        ValueError: the student shares no tensor with the teacher, or one of its own is not finite.
     """
     where = Path(folder)
     if where.is_dir() and any(where.iterdir()) and not overwrite:
@@ -77,8 +77,12 @@ def save_delta(
     carried, own = _split(_untied(student), {name: value.to(student.dtype) for name, value in weights.items()})
     if not carried:
         raise ValueError(f"teacher={str(teacher)!r} has no tensor that the student still has: save the student whole.")
+    narrow = {name: value if dtype is None or value.dim() < 2 else value.to(dtype) for name, value in own.items()}
+    if wrong := [name for name, value in narrow.items() if not value.isfinite().all()]:
+        raise ValueError(f"{wrong[0]} of the student holds NaN or infinite numbers: nothing is written.")
     is_on_hub = not Path(teacher).exists()
-    delta = Delta(str(teacher) if is_on_hub else Path(teacher).resolve().name, is_on_hub, fingerprint, carried)
+    name = str(teacher) if is_on_hub else Path(teacher).resolve().name
+    delta = Delta(name, is_on_hub, fingerprint, digest_of(carried, narrow), carried)
     where.mkdir(parents=True, exist_ok=True)
     remove_weights(where)
     config = copy.deepcopy(student.config)
@@ -90,7 +94,6 @@ def save_delta(
         student.generation_config.save_pretrained(where)
     if tokenizer is not None:
         tokenizer.save_pretrained(where)
-    narrow = {name: value if dtype is None or value.dim() < 2 else value.to(dtype) for name, value in own.items()}
     save_file(narrow, where / DELTA_WEIGHTS, metadata={"format": "pt"})
     delta.write(where)
     return delta
@@ -152,7 +155,8 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
     """
     where = Path(folder)
     delta = read_delta(where)
-    check_tensors(where, config_of_folder(where))
+    shapes = check_tensors(where, config_of_folder(where))
+    own = own_tensors(where)
     source = teacher_of(where, teacher)
     weights = load_teacher_model(source).state_dict()
     if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
@@ -162,14 +166,25 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
         )
     if unknown := sorted(set(delta.carried.values()) - weights.keys()):
         raise ValueError(f"{where} carries {unknown[0]}, which the teacher does not have.")
-    carried: dict[str, torch.Tensor] = {}
-    used: set[str] = set()
-    for ours, theirs in delta.carried.items():  # a tensor that carries over twice is two, which may be trained apart
-        carried[ours] = weights[theirs].clone() if theirs in used else weights[theirs]
-        used.add(theirs)
-    own = load_file(where / DELTA_WEIGHTS)
+    carried = _with_memory_of_their_own({ours: weights[theirs] for ours, theirs in delta.carried.items()})
     both = {name: torch.cat([carried[name], own[name].to(carried[name])], -1) for name in carried.keys() & own.keys()}
-    return carried | own | both
+    whole = carried | own | both
+    for name, value in whole.items():
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(f"{where / DELTA}: {name} is carried as {tuple(value.shape)}, not {shapes[name]}.")
+    return whole
+
+
+def _with_memory_of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """No two share any: what carries over twice, or is a part of a fused matrix, may be trained apart."""
+    used: set[int] = set()
+    found = {}
+    for name, value in tensors.items():
+        place = value.untyped_storage()
+        is_part = place.nbytes() > value.numel() * value.element_size()
+        found[name] = value.clone() if is_part or place.data_ptr() in used else value
+        used.add(place.data_ptr())
+    return found
 
 
 def teacher_of(folder: Path, teacher: str | os.PathLike | None = None) -> str:
