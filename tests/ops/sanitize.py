@@ -28,12 +28,12 @@ LIMIT = 2e-4
 
 def missing_sanitizer() -> str | None:
     """None if the compiler has what is needed, else what it lacks."""
-    return None if _runtime() else "the compiler has no libasan"
+    return None if _library("libasan.so") else "the compiler has no libasan"
 
 
-def _runtime() -> str | None:
-    """The library that has to be loaded before all others."""
-    command = [*(_compiler() or ("cc",)), "-print-file-name=libasan.so"]
+def _library(name: str) -> str | None:
+    """The path of one of the compiler's libraries."""
+    command = [*(_compiler() or ("cc",)), f"-print-file-name={name}"]
     try:
         named = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -48,10 +48,12 @@ def run(names: list[str], *, seconds: float = 0.0, cases: int = 0) -> subprocess
         real = " ".join(_compiler() or ("cc",))
         compiler.write_text(f'#!/bin/sh\nexec {real} "$@" -O1 -g {SANITIZERS}\n', encoding="utf-8")
         compiler.chmod(0o700)
+        # libasan looks up the C++ library's exceptions when it is loaded, and importing Triton throws one
+        loaded_first = [path for path in map(_library, ("libasan.so", "libstdc++.so.6")) if path is not None]
         environment = os.environ | {
             "CC": str(compiler),
             "HF_HYBRID_SSM_CACHE": str(Path(folder, "kernels")),
-            "LD_PRELOAD": str(_runtime()),
+            "LD_PRELOAD": ":".join(loaded_first),
             "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
             "OMP_NUM_THREADS": "2",
         }

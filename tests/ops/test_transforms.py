@@ -195,9 +195,10 @@ def test_vmap_over_documents_is_refused_by_name():
 
 
 def test_compiled_functions_ask_again():
-    """Compiled outside of a transform, a function must not keep its kernel inside of one."""
+    """Compiled outside of a transform, a function must not keep its kernel inside of one; torch 2.14 compiles nothing
+    of tensors with tangents, so that there is no whole graph."""
     tensors = drawn(OPS["longhorn_scan"][1])
-    compiled = torch.compile(OPS["longhorn_scan"][0], fullgraph=True, backend="eager")
+    compiled = torch.compile(OPS["longhorn_scan"][0], backend="eager")
     compiled(*tensors)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
