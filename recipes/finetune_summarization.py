@@ -23,7 +23,7 @@ from _lib.checks import (
     check_vocabulary,
     clear_checkpoints,
 )
-from _lib.documents import documents_of_files, train_tokenizer
+from _lib.documents import documents_of_files, ending_texts, train_tokenizer
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
 
@@ -161,7 +161,7 @@ def lead(text: str, sentences: int = 1) -> str:
 def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The encoder-decoder and its tokenizer; both know padding, end of text and the decoder's first token."""
     if arguments.model_name_or_path is not None:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+        tokenizer = ending_texts(AutoTokenizer.from_pretrained(arguments.model_name_or_path))
         source = (AutoModelForSeq2SeqLM, arguments.model_name_or_path)
         model = load_to_train(*source, new_weights=arguments.from_scratch, **arguments.config)
         check_vocabulary(model, tokenizer)
@@ -173,7 +173,7 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     values = {"vocab_size": len(tokenizer), "decoder_start_token_id": tokenizer.pad_token_id} | special
     config = new_config(str(arguments.model_type), **values | arguments.config)
-    return AutoModelForSeq2SeqLM.from_config(config), tokenizer
+    return AutoModelForSeq2SeqLM.from_config(config), ending_texts(tokenizer)
 
 
 def summaries(trainer: SummarizationTrainer, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:

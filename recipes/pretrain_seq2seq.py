@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
-from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.documents import DataArguments, ending_texts, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import RowStream, cut_rows, split_rows
 from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
@@ -73,13 +73,14 @@ class SpanArguments:
 
 
 def with_sentinels(tokenizer: PreTrainedTokenizerBase, trained_here: bool) -> PreTrainedTokenizerBase:
-    """A tokenizer trained here gets a padding token and 100 sentinels; one that was given keeps its own."""
+    """A tokenizer trained here gets a padding token and 100 sentinels; one that was given keeps its own. Both end a
+    text with the end-of-text token."""
     if trained_here:
         names = [f"<extra_id_{number}>" for number in range(100)]
         tokenizer.add_special_tokens({"pad_token": "<|pad|>", "additional_special_tokens": names})
     if tokenizer.pad_token_id is None or not sentinels_of(tokenizer):
         raise ValueError("the tokenizer needs a padding token and the sentinels <extra_id_0>, <extra_id_1>, ...")
-    return tokenizer
+    return ending_texts(tokenizer)
 
 
 def chunks(documents: Iterable[list[int]], length: int, end: int) -> Iterator[dict[str, list[int]]]:

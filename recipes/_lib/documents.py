@@ -175,6 +175,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **names)
 
 
+def ending_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, ending each text with the end-of-text token, as T5's does: an encoder-decoder is trained with
+    these ends, and whoever makes inputs and labels later has them too."""
+    if tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:
+        tokenizer.add_bos_token, tokenizer.add_eos_token = False, True
+    return tokenizer
+
+
 def _in_pieces(texts: Iterable[str], size: int = 100_000) -> Iterator[str]:
     """A whole book at once would be a single unit of work for the trainer."""
     for text in texts:

@@ -95,6 +95,18 @@ def test_tokenizers_leave_the_length_unset(folder):
     assert max(map(len, rows)) < 10
 
 
+@named
+def test_the_encoder_decoders_tokenizer_alone_ends_a_text(folder):
+    """Labels as everyone makes them have the end that the model was trained with, and generation stops there."""
+    _, tokenizer, objective = loaded(folder)
+    ends = [tokenizer.eos_token_id] if objective == "ConditionalGeneration" else []
+    words, more = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("It was late", "Yes"))
+    for found in (tokenizer("It was late"), tokenizer(text_target="It was late")):
+        assert found["input_ids"] == [*words, *ends]
+    assert tokenizer("It was late", "Yes")["input_ids"] == [*words, *ends, *more, *ends]
+    assert tokenizer("It was late", truncation=True, max_length=2)["input_ids"] == [words[0], *(ends or words[1:2])]
+
+
 OTHER_STACK = {"spade-encoder-books": AutoModelForCausalLM, "spade-books": AutoModelForMaskedLM}
 
 

@@ -6,7 +6,7 @@ import finetune_summarization
 import pytest
 from _lib.documents import documents_of_files
 from finetune_summarization import SummarizationArguments, lead, rouge, summarize
-from transformers import Seq2SeqTrainingArguments
+from transformers import AutoTokenizer, Seq2SeqTrainingArguments
 
 TEXTS = {
     "The river rose all night. By noon it had covered the fields.": "A flood came.",
@@ -43,6 +43,8 @@ def test_memorises_what_it_is_shown(settings, tmp_path):
     assert results["validation"]["model"]["rougeL"] > 90 > results["validation"]["first_sentence"]["rougeL"]
     lines = (tmp_path / "run/predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["references"][1] for line in lines] == list(TEXTS.values())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert tokenizer(text_target="word")["input_ids"][-1] == tokenizer.eos_token_id
     # the saved folder goes on where this run ended, with nothing else said
     again = SummarizationArguments(**settings, model_name_or_path=str(tmp_path / "run"), overwrite=True)
     training.max_steps, training.learning_rate = 1, 0.0
