@@ -8,7 +8,7 @@
 #   make lint        style, formatting, types
 #   make docs        run what README.md and docs/ show, and check their links
 #   make site        the documentation as a site in build/site, with the API reference
-#   make gpu         checks and benchmarks on a GPU, without a network or an environment; GPU_PYTHON names the Python
+#   make gpu         checks and benchmarks on a GPU (bash tools/card.sh), without a network or an environment
 #   make vllm        the families in vLLM's engine, in an environment of its own (3.5 GB), with a report
 #   make wheels      a wheel with the C kernels inside, in dist/, installed and run without a compiler
 
@@ -48,15 +48,9 @@ docs: $(STAMP)
 site: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
-# On a bare CUDA image: its own Python with torch and Triton, nothing installed. Results and page go to one archive in
-# the folder GPU_OUT; GPU_FROM is an archive of an earlier run that goes on.
-GPU_PYTHON ?= python3
-GPU_ARGS ?=
-GPU_OUT ?= $(OUT)
-GPU_FROM ?=
+# On a bare CUDA image: with PYTHON, which has torch and Triton, and nothing installed.
 gpu:
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu \
-	  $(if $(GPU_OUT),--out "$(GPU_OUT)") $(if $(GPU_FROM),--resume "$(GPU_FROM)") $(GPU_ARGS)
+	bash tools/card.sh
 
 # vLLM asks for packages that this project's own environment must not have.
 VLLM_VENV ?= .venv-vllm

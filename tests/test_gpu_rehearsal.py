@@ -1,4 +1,4 @@
-"""What `make gpu` does on a card, rehearsed on a CPU: every part runs, is recorded, and goes on after a kill."""
+"""`bash tools/card.sh`, rehearsed on a CPU: every part runs, is recorded, and goes on after a kill."""
 
 import importlib
 import json
@@ -15,30 +15,29 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import child, parts, requirements, syncs
-from benchmarks.gpu.__main__ import LONGEST_CASE, age, arguments_of, last_start, main
-from benchmarks.gpu.families import FAMILIES, small
-from benchmarks.gpu.parts import ABOUT, PARTS, about, digest
+from benchmarks.gpu import __main__ as driver
+from benchmarks.gpu import ahead, child, plan, requirements
+from benchmarks.gpu.__main__ import age, arguments_of, main
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.plan import PARTS, about, digest
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from hf_hybrid_ssm.doctor import every_op
 from tests import processes
-from tests.host_syncs import host_syncs
 
 ROOT = Path(__file__).parents[1]
-
-
 CARDS_MACHINE = {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "safetensors": "0.8.0"}
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """What `make gpu` needs of the source tree, and packages of the versions that such a machine says it has."""
+    """What travels of the source tree, and packages of the versions that such a machine says it has."""
     root = tmp_path_factory.mktemp("tree")
     for folder in ("src", "benchmarks", "recipes"):
         left_out = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / folder, root / folder, ignore=left_out)
-    shutil.copy(ROOT / "Makefile", root)
+    (root / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "card.sh", root / "tools")
     for name, version in CARDS_MACHINE.items():
         folder = root / "versions" / f"{name}-{version}.dist-info"
         folder.mkdir(parents=True)
@@ -46,56 +45,66 @@ def tree(tmp_path_factory):
     return root
 
 
-ARGUMENTS = "--device cpu --rehearse --results {} --minutes 25 --limit 60"
-
-
-def environment_of(tree):
-    """Nothing installed but for what this Python and PYTHONPATH have, as on a card's machine."""
+def rehearse(tree, out):
+    """The one command, and nothing installed but for what this Python and PYTHONPATH have, as on a card's machine."""
     paths = [str(tree / "versions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def rehearse(tree, results, *variables):
-    """`make gpu`."""
-    command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_ARGS={ARGUMENTS.format(results)}", *variables]
-    done = subprocess.run(command, cwd=tree, env=environment_of(tree), capture_output=True, text=True)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
+    command = ["bash", tree / "tools" / "card.sh", "--device", "cpu", "--rehearse", "--seconds", "1500"]
+    environment = os.environ | environment | {"OUT": str(out)}
+    done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.timeout(1800)
 def test_every_part(tree, tmp_path):
-    """All parts, one process after the other; a fresh machine that has the archive finds everything done."""
-    first, out, second = tmp_path / "first", tmp_path / "out", tmp_path / "second"
-    said = rehearse(tree, first, f"GPU_OUT={out}")
-    assert " 0 failed; " in said
+    """All parts in one call; a fresh machine that has the archive finds everything done."""
+    said = rehearse(tree, tmp_path / "out")
     assert not (tree / "checkpoints").exists()
-    with tarfile.open(out / "gpu.tar.gz") as tar:
+    archive = tmp_path / "out" / "gpu.tar.gz"
+    with tarfile.open(archive) as tar:
         names = tar.getnames()
         page = tar.extractfile("gpu.md").read().decode()
+        (call,) = json.loads(tar.extractfile("gpu_clock.json").read())
         for part in PARTS:
             found = json.loads(tar.extractfile(f"gpu_{part}.json").read())
             assert found["cases"] and found["superseded"] == []
             for case in found["cases"].values():
                 assert case["measured"].items() >= {"device": "cpu", "rehearsal": True}.items()
-    assert sorted(names) == sorted([f"gpu_{part}.json" for part in PARTS] + ["gpu.md"])
+    assert sorted(names) == sorted([f"gpu_{part}.json" for part in (*PARTS, "names", "clock")] + ["gpu.md"])
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
-    assert all(f"| {part.replace('_', ' ')} |" in page for part in PARTS)
-    command = [sys.executable, "-m", "benchmarks.gpu", *ARGUMENTS.format(second).split()]
-    environment = environment_of(tree)
-    environment["PYTHONPATH"] += f"{os.pathsep}{tree / 'src'}"
-    done = processes.run([*command, "--resume", out / "gpu.tar.gz"], cwd=tree, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = done.stdout
-    assert " 0 failed; " in said and ": ok (" not in said
-    assert (second / "gpu_training.json").read_bytes() == (first / "gpu_training.json").read_bytes()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    counts = {row[0]: row[2:4] for row in rows if row[0] in PARTS}
+    assert list(counts) == list(PARTS) and set(map(tuple, counts.values())) == {("0", "0")}
+    results = tree / "runs" / "card_rehearsal"
+    before = (results / "gpu_training.json").read_bytes()
+    shutil.rmtree(results)
+    (tree / ahead.FOLDER.relative_to(ROOT)).mkdir(parents=True)
+    shutil.copy(archive, tree / ahead.FOLDER.relative_to(ROOT))
+    again = rehearse(tree, tmp_path / "out")
+    assert said.count(": ok (") == int(re.search(r"(\d+) cases come from", again)[1]) and ": ok (" not in again
+    assert (results / "gpu_training.json").read_bytes() == before
+    assert f"{plan.START} s + {call['seconds']:.0f} s, {plan.START} s + " in again
 
 
-def test_an_archive_is_handed_on():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "--dry-run", "gpu", "GPU_OUT=new", "GPU_FROM=old/gpu.tar.gz"]
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert '--out "new" --resume "old/gpu.tar.gz"' in said
+def test_the_page_has_the_plan():
+    page = (ROOT / "docs" / "first_card.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    parts = [[name, str(part.seconds), part.about] for name, part in PARTS.items()]
+    seconds = {row[0]: row[1] for row in rows}
+    assert [row for row in rows if row[0] in PARTS] == parts
+    assert [seconds[of] for of in ("a start", "two calls", "all")] == [
+        str(number) for number in (plan.START, 2 * plan.PAUSE, plan.BUDGET)
+    ]
+    assert sum(int(row[1]) for row in rows if row[1].isdigit()) == 2 * plan.BUDGET  # the rows and their sum
+    assert f"{plan.FIRST_CALL} seconds" in page
+
+
+def test_the_plan_fits():
+    """With a start and the pauses of two calls; after the first, a machine is still started for what was mended."""
+    assert plan.START + sum(part.seconds for part in PARTS.values()) + 2 * plan.PAUSE <= plan.BUDGET
+    assert plan.START + plan.FIRST_CALL + 240 <= plan.BUDGET
+    assert plan.FIRST_CALL < 600
 
 
 def test_the_report_is_of_a_card():
@@ -121,16 +130,20 @@ def part(monkeypatch):
     results = {"first": {"ms": 1}, "broken": ValueError("too\nbad"), "last": {"ms": 3}}
     module.cases = lambda settings: [case(name, result) for name, result in results.items()]
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.peaks", module)
+    for name in [name for name in PARTS if name != "peaks"]:
+        monkeypatch.delitem(PARTS, name)
     return ran, results
 
 
 def run(store, until=None, chosen=""):
-    return child.run_cases(Settings("cpu", True), store, ["peaks"], until or time.time() + 60, re.compile(chosen))
+    return child.run_cases(Settings("cpu", True), store, until or time.time() + 60, re.compile(chosen))
 
 
 def figures(store, case):
     """Without when and of what they were measured."""
-    return {name: value for name, value in store.cases("peaks")[case].items() if name != "measured"}
+    return {
+        name: value for name, value in store.cases("peaks")[case].items() if name not in ("measured", "wall_seconds")
+    }
 
 
 def test_a_failed_case_is_recorded_and_the_others_run(part, tmp_path):
@@ -213,28 +226,31 @@ def test_an_archive_brings_what_was_superseded_once(part, tmp_path):
 def test_cases_are_chosen_by_name(part, tmp_path):
     ran, _ = part
     store = Store(tmp_path, {"device": "one"})
-    assert run(store, chosen="^(first|last)$") == child.DONE and ran == ["first", "last"]
-
-
-def test_what_is_run_again_is_kept(part, tmp_path):
-    ran, _ = part
-    store = Store(tmp_path, {"device": "one"})
-    run(store)
-    store.set_aside("peaks", ["last"])
-    run(store)
-    assert ran[-1] == "last" and len(ran) == 4 and [old["case"] for old in store.superseded("peaks")] == ["last"]
+    assert run(store, chosen="^peaks: (first|last)$") == child.DONE and ran == ["first", "last"]
 
 
 @pytest.mark.parametrize(("chosen", "status"), [("", 1), ("broken", 1), ("first", 0), ("nothing has such a name", 2)])
 def test_the_status_says_whether_a_case_that_was_asked_for_failed(part, tmp_path, monkeypatch, chosen, status):
-    def watch(arguments, parts, until, mark):  # in this process, which has the parts of the test
-        return run(Store(tmp_path, {"device": "cpu", "rehearsal": True}), chosen=arguments.cases.pattern)
+    assert status_of(tmp_path, monkeypatch, chosen) == status
 
-    monkeypatch.setattr("benchmarks.gpu.__main__.watch", watch)
+
+def test_the_status_says_that_cases_have_not_run(part, tmp_path, monkeypatch):
+    assert status_of(tmp_path, monkeypatch, "", "--seconds", "0") == 3
+
+
+def status_of(folder, monkeypatch, chosen, *options):
+    """Of the command, whose cases run in this process, which has the parts of the test."""
+
+    def watch(arguments, until, mark, clock):
+        store = Store(folder, {"device": "cpu", "rehearsal": True})
+        return run(store, until=until, chosen=arguments.cases.pattern)
+
+    monkeypatch.setattr(driver, "watch", watch)
+    monkeypatch.setattr(driver, "BEGIN", time.time())
     monkeypatch.setattr("benchmarks.gpu.report.TABLES", {})  # which show other figures
-    options = f"--device cpu --rehearse --results {tmp_path} --parts peaks --cases".split()
-    monkeypatch.setattr(sys, "argv", ["gpu", *options, chosen])
-    assert main() == status
+    words = f"gpu --device cpu --rehearse --results {folder} --resume {folder / 'none'} --cases".split()
+    monkeypatch.setattr(sys, "argv", [*words, chosen, *options])
+    return main()
 
 
 def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
@@ -252,10 +268,9 @@ def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
 
 
 def test_every_case_is_about_sources_that_there_are():
-    assert list(ABOUT) == list(PARTS)
     package = ROOT / "src" / "hf_hybrid_ssm" / "ops"
     for op in every_op():
-        folder = package / parts.FOLDERS.get(op, op)
+        folder = package / plan.FOLDERS.get(op, op)
         assert folder.is_dir() and {folder, package / "core"} < set(about("doctor", f"{op} float32"))
     for part in PARTS:
         assert all(path.exists() for path in about(part, "a case"))
@@ -277,16 +292,16 @@ def test_no_case_has_the_name_of_another(settings):
 
 
 def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "ROOT", tmp_path)
     for folder in ("benchmarks/gpu", "src/hf_hybrid_ssm/ops/longhorn_scan", "src/hf_hybrid_ssm/ops/causal_conv"):
         (tmp_path / folder).mkdir(parents=True)
 
     def digests():
-        parts._digest.cache_clear()
+        plan._digest.cache_clear()
         return [digest("parity", case) for case in ("longhorn_step 1", "causal_conv 1")] + [digest("scan", "1")]
 
     for name in (
-        *(f"benchmarks/{name}" for name in parts.SHARED),
+        *(f"benchmarks/{name}" for name in plan.SHARED),
         "benchmarks/gpu/parity.py",
         "benchmarks/gpu/scan.py",
     ):
@@ -299,36 +314,110 @@ def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
     assert [old == new for old, new in zip(before, digests())] == [False, True, False]
     (tmp_path / "benchmarks/gpu/settings.py").write_text("new")
     assert all(old != new for old, new in zip(before, digests()))
-    parts._digest.cache_clear()
+    plan._digest.cache_clear()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_packed_rows_wait_for_a_card_where_that_is_known(name, monkeypatch):
-    """What the part `syncs` will find on one, of the same inputs and without kernels."""
-    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._ENVIRONMENT_BACKEND", "torch")
-    settings = Settings("cpu", True)
-    model = small(name, settings).train()
-    inputs = syncs.inputs_of("packed", settings, model.config.vocab_size)
-    reads = host_syncs(lambda: model(**inputs, use_cache=False).loss.backward())
-    assert bool(reads) == (f"{name} training packed" in syncs.WAITS), reads
+def test_a_part_leaves_the_others_their_time(part, tmp_path, monkeypatch):
+    """Once its share is spent the next one runs, and then the rest of it."""
+    ran, _ = part
+    peaks = sys.modules["benchmarks.gpu.peaks"]
+    scan = types.ModuleType("benchmarks.gpu.scan")
+    scan.cases = lambda settings: [("after", lambda: ran.append("after") or {})]
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu.scan", scan)
+    monkeypatch.setitem(PARTS, "scan", plan.Part("", 10))
+    monkeypatch.setitem(PARTS, "peaks", plan.Part("", 0.005))
+    cases = peaks.cases
+    slow = lambda: time.sleep(0.02) or ran.append("slow") or {}  # noqa: E731
+    monkeypatch.setattr(peaks, "cases", lambda settings: [("slow", slow), *cases(settings)])
+    assert run(Store(tmp_path, {"device": "cpu"})) == child.DONE
+    assert ran == ["slow", "after", "first", "broken", "last"]
 
 
-def test_a_case_that_is_to_wait_fails_if_it_does_not():
-    card = Settings("cuda", False)
+def test_a_part_that_cannot_begin_is_recorded_and_the_others_run(part, tmp_path, monkeypatch):
+    ran, _ = part
+    broken = types.ModuleType("benchmarks.gpu.doctor")  # without cases
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu.doctor", broken)
+    monkeypatch.setitem(PARTS, "doctor", plan.Part("", 10))
+    store = Store(tmp_path, {"device": "cpu"})
+    assert run(store) == child.DONE and ran == ["first", "broken", "last"]
+    assert "AttributeError" in store.cases("doctor")["its cases"]["error"]
 
-    def waits():
-        raise RuntimeError("called a synchronizing CUDA operation")
 
-    def breaks():
-        raise RuntimeError("something else")
+@pytest.fixture
+def stuck(part, tmp_path, monkeypatch):
+    """A process of the cases that gets stuck in the first one, and the next time finds all done; → a call of it."""
+    store = Store(tmp_path / "results", {"device": "cpu", "rehearsal": True})
+    stub, once = tmp_path / "python", tmp_path / "once"
+    mark = json.dumps({"part": "peaks", "case": "first"})
+    lines = ["#!/bin/bash", f"[ -e {once} ] && exit 0", f"echo '{mark}' > {store.running}; touch {once}", "sleep 60"]
+    stub.write_text("\n".join(lines))
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    arguments = arguments_of(["--device", "cpu", "--rehearse", "--results", str(store.folder)])
 
-    assert syncs.expected("a reason", waits, card) == {"waits": "a reason"}
-    assert "does not" in syncs.expected("a reason", dict, card)["error"]
-    assert syncs.expected(None, dict, card) == {}
-    with pytest.raises(RuntimeError, match="something else"):
-        syncs.expected("a reason", breaks, card)
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        syncs.expected(None, waits, card)
+    def call(seconds):
+        begin = time.time()
+        clock = Clock(store.folder / "gpu_clock.json", begin)
+        code = driver.run_to_the_end(arguments, store, clock, begin + seconds)
+        assert time.time() - begin < 30
+        return code, store.cases("peaks")
+
+    return call
+
+
+def test_a_case_that_hangs_is_ended_and_recorded(stuck, monkeypatch):
+    monkeypatch.setattr(driver, "LONGEST_CASE", 0.05)
+    code, cases = stuck(20)
+    assert code == child.DONE
+    assert cases["first"]["killed"] and cases["first"]["wall_seconds"] >= 0.5
+
+
+def test_the_end_of_the_time_is_not_a_case_s_fault(stuck):
+    assert stuck(1) == (child.OUT_OF_TIME, {})
+
+
+def test_the_clock_counts_starts_and_pauses(tmp_path):
+    file, now = tmp_path / "gpu_clock.json", time.time()
+    first = Clock(file, now - 500)
+    assert first.left == pytest.approx(plan.BUDGET - plan.PAUSE - plan.START - 500, abs=2)
+    assert Clock(tmp_path / "none", now).left == plan.FIRST_CALL
+    first.write()
+    record = json.loads(file.read_text())
+    record[-1]["end"] -= 25  # seconds between the calls
+    file.write_text(json.dumps(record))
+    again = Clock(file, now)
+    assert again.spent == pytest.approx(plan.START + 500 + 25, abs=2)
+    fresh = Clock(tmp_path / "fresh", now)  # another machine, which has the archive
+    fresh.resume(file.read_text())
+    assert fresh.spent == pytest.approx(2 * plan.START + 500, abs=2)
+    again.resume("[]")
+    assert len(again.calls) == 2 and again.account().endswith(f" of {plan.BUDGET} s.")
+    record[-1]["end"] -= 86_400
+    file.write_text(json.dumps(record))
+    assert Clock(file, now).left == plan.FIRST_CALL  # a machine of one's own
+
+
+def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "key", lambda: "this Triton")
+    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: name)
+    cache, archive = tmp_path / "cache", tmp_path / "build" / "triton.tar.gz"
+    assert "every program is compiled here" in ahead.unpack(cache, archive)
+    ahead.own(cache)
+    (cache / "A").mkdir()
+    kept = {"A/kernel.cubin": "code", "A/kernel.json": "{}", ahead.KEY: "this Triton\n"}
+    for name, text in (kept | {"A/kernel.ptx": "only to be read"}).items():
+        (cache / name).write_text(text)
+    ahead.pack(cache, archive)
+    shutil.rmtree(cache)
+    assert "they are found" in ahead.unpack(cache, archive)
+    found = {path.relative_to(cache).as_posix(): path.read_text() for path in cache.rglob("*") if path.is_file()}
+    assert found == kept
+    monkeypatch.setattr(ahead, "key", lambda: "another")
+    assert "none is found" in ahead.unpack(cache, archive)
+    shutil.rmtree(cache)
+    cache.symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="is not this user's folder"):
+        ahead.unpack(cache, archive)
 
 
 def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
@@ -342,22 +431,10 @@ def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
     assert age(mark) == 0
 
 
-def test_no_case_starts_that_cannot_end():
-    assert last_start(1000.0, 5, 10) == 1300
-    assert last_start(1000.0, 8, 10) + LONGEST_CASE < 1600
-    assert last_start(1000.0, 25, 60) == 2500
-    assert last_start(1000.0, 6, 8, 90) == 1360 and last_start(1000.0, 9, 8, 90) == 1360
-    assert arguments_of([]).minutes == 5 and arguments_of([]).limit == 10
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [(["--limit", "4"], "take 270 seconds"), (["--resume", "x"], "no such file"), (["--cases", "("], "no regular")],
-)
-def test_what_cannot_be_is_refused(arguments, says, capsys):
+def test_a_pattern_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
-        arguments_of(arguments)
-    assert says in capsys.readouterr().err
+        arguments_of(["--cases", "("])
+    assert "no regular" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -392,7 +469,7 @@ def test_a_cards_machine_has_what_is_needed(versions, monkeypatch):
 def test_nothing_is_needed_that_is_not_named():
     """Of what transformers does without, too: scipy is neither named nor taken."""
     named = {*requirements.REQUIRED, *requirements.ON_CUDA}
-    modules = [f"benchmarks.gpu.{name}" for name in ("__main__", "report", "child", "one_scan", *PARTS)]
+    modules = [f"benchmarks.gpu.{name}" for name in ("__main__", "report", "child", *PARTS)]
     script = (
         "import importlib, sys\n"
         "absent = {'scipy', 'sklearn', 'datasets', 'matplotlib', 'pandas'}\n"

@@ -1,52 +1,34 @@
-"""Compiles the kernels of the first half hour on a card before there is one: a folder that Triton finds them in there.
+"""Compiles the kernels of the plan before there is a card: an archive that `benchmarks.gpu` unpacks there.
 
-    python -m benchmarks.gpu.compile_ahead --cache FOLDER           # here, with the card's Python and Triton
-    python -m benchmarks.gpu.compile_ahead --cache FOLDER --check   # there: does this Triton take them?
-    python -m benchmarks.gpu.compile_ahead --count                  # how many programs that is, by part
+    python -m benchmarks.gpu.compile_ahead    # with the Python and Triton of the card's machine
 
-The folder has the same path on both sides, since Triton writes absolute paths into it, and TRITON_CACHE_DIR names it
-there. A program is found again if Python's minor version, Triton's files, the card's generation and the kernels'
-source are the same: `--check` compares the first two, and what is not found is compiled as if nothing had been
-carried. Once more here, the command says how many programs a fresh process finds.
-
-The package's own launches decide what is compiled, with the shapes of `benchmarks.gpu` and, for models, narrow ones:
-what the compiler knows of a width is whether it is a multiple of 16.
+A second time, it says how many programs a fresh process finds. The package's own launches decide what is compiled,
+with the shapes of `benchmarks.gpu` and, for models, narrow ones: what the compiler knows of a width is whether it is
+a multiple of 16.
 """
 
 import argparse
-import hashlib
 import os
+import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from benchmarks.gpu import ahead
 
 if TYPE_CHECKING:
     from benchmarks.gpu.settings import Settings
 
-KEY = "key.txt"
-KEPT = (".cubin", ".json", ".txt")  # of a program; the rest is for reading
 Launch = Callable[[], object]
 
 
-def key() -> str:
-    """Of the Triton that compiles: another finds nothing in the folder."""
-    from triton.runtime.cache import triton_key
-
-    python = ".".join(map(str, sys.version_info[:2]))
-    return f"Python {python}, Triton {hashlib.sha256(triton_key().encode()).hexdigest()[:16]}"
-
-
 def doctor(_: "Settings") -> Iterator[tuple[str, Launch]]:
-    import torch
-
     from benchmarks.absent_card import launch_example, ops_with_kernels
     from benchmarks.gpu.doctor import DTYPES
 
     for name, op in ops_with_kernels().items():
-        for dtype in (*DTYPES, torch.float16):  # the last by `parity`, where kernels must be chosen first
+        for dtype in DTYPES:
             for number, example in enumerate((op.self_check_inputs, *op.further_inputs)):
                 yield f"{name} {dtype} {number}", partial(launch_example, op, example(), dtype)
 
@@ -55,6 +37,12 @@ def parity(settings: "Settings") -> Iterator[tuple[str, Launch]]:
     from benchmarks.gpu import parity as part
 
     return (case for case in part.cases(settings) if not case[0].startswith("local_attention"))  # torch's code
+
+
+def models(settings: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu import models as part
+
+    return part.cases(settings)
 
 
 def scan(settings: "Settings") -> Iterator[tuple[str, Launch]]:
@@ -69,129 +57,84 @@ def scan(settings: "Settings") -> Iterator[tuple[str, Launch]]:
 
 
 def decoding(_: "Settings") -> Iterator[tuple[str, Launch]]:
-    yield "a Longhorn's prompt and token", token
+    from benchmarks.gpu.decoding import DECODED
+
+    for name in DECODED:
+        yield f"a token of {name}", partial(token, name)
 
 
 def training(_: "Settings") -> Iterator[tuple[str, Launch]]:
-    from benchmarks.gpu.families import FAMILIES, ROWS
+    from benchmarks.gpu.training import TRAINED
 
-    for name in FAMILIES:
-        for rows in ROWS:
-            yield f"{name} {rows}", partial(step, name, rows, autocast=True)
-
-
-def models(_: "Settings") -> Iterator[tuple[str, Launch]]:
-    from benchmarks.gpu.families import FAMILIES, ROWS
-
-    for name in FAMILIES:
-        for rows in ROWS:
-            yield f"{name} {rows}", partial(step, name, rows, autocast=False)
+    for name in TRAINED:
+        yield name, partial(step, name)
 
 
-PARTS = {
-    "doctor": doctor,
-    "parity": parity,
-    "scan": scan,
-    "decoding": decoding,
-    "training": training,
-    "models": models,
-}
-"""What each part launches; the others launch nothing else, or none of these kernels."""
+def inspection(settings: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu import inspection as part
+    from benchmarks.gpu.scan import longhorn
+
+    yield "a small scan", longhorn(settings, part.SMALL, True, "triton")
 
 
-def token() -> None:
-    """Of a Longhorn after a prompt."""
+PARTS = (doctor, parity, models, scan, decoding, training, inspection)
+"""What each part launches."""
+
+
+def token(name: str) -> None:
+    """Of a model after a prompt."""
     import torch
 
     from benchmarks.timing.models import build, decoder
 
-    decoder(build("Longhorn", 128, 1, vocabulary=256, dtype=torch.bfloat16), 1)()
+    decoder(build(name, 128, 1, vocabulary=256, window=64, dtype=torch.bfloat16), 1)()
 
 
-def step(name: str, rows: str, *, autocast: bool) -> None:
+def step(name: str) -> None:
     import torch
 
     from benchmarks.timing.models import batch_of, build, random_rows, training_step
 
     model = build(name, 128, 1, vocabulary=256, window=64)
-    inputs = batch_of(rows, random_rows(2, 1024, 256))
-    training_step(model, inputs, autocast=torch.bfloat16 if autocast else None)()
+    training_step(model, batch_of("plain", random_rows(2, 1024, 256)), autocast=torch.bfloat16)()
 
 
-def compile_all(capability: int, parts: list[str]) -> tuple[int, int]:
-    """How many programs were found in the folder, and how many compiled."""
-    from triton import knobs
-
+def compile_all(capability: int) -> None:
+    """How many programs were found in the folder, and how many compiled, is printed for each launch."""
     from benchmarks import absent_card
+    from benchmarks.gpu.child import count_compilations
     from benchmarks.gpu.comparing import one_line
     from benchmarks.gpu.settings import Settings
 
-    hits: list[bool] = []
-    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    hits = count_compilations()
     absent_card.install(capability)
-    for part in parts:
-        for name, launch in PARTS[part](Settings("cpu", False, only_launches=True)):
-            before = len(hits)
+    for part in PARTS:
+        before = len(hits)
+        for name, launch in part(Settings("cpu", False, only_launches=True)):
+            seen = len(hits)
             try:
                 launch()
             except Exception as error:  # the card compiles what this did not reach
-                print(f"{part}: {name}: {one_line(error)}", flush=True)
-            if new := hits[before:]:
-                print(f"{part}: {name}: {len(new)} programs, {new.count(False)} of them compiled", flush=True)
-    return hits.count(True), hits.count(False)
-
-
-def count(capability: int, parts: list[str]) -> None:
-    """How many programs each part has that those before it have not; nothing is compiled."""
-    from benchmarks import absent_card
-    from benchmarks.gpu.settings import Settings
-
-    asked = absent_card.install(capability, compiles=False)
-    for part in parts:
-        before = len(asked)
-        for _, launch in PARTS[part](Settings("cpu", False, only_launches=True)):
-            launch()
-        names = Counter(each.kernel.fn.__name__ for each in asked[before:])
-        print(f"{part}: {len(asked) - before} programs: {dict(names.most_common())}", flush=True)
-    print(f"{len(asked)} programs")
-
-
-def slim(cache: Path) -> float:
-    """Leave what a launch reads; → megabytes."""
-    files = [file for file in cache.rglob("*") if file.is_file()]
-    for file in files:
-        if file.suffix not in KEPT:
-            file.unlink()
-    return sum(file.stat().st_size for file in files if file.exists()) / 2**20
+                print(f"{part.__name__}: {name}: {one_line(error)}", flush=True)
+            if compiled := hits[seen:].count(False):
+                print(f"{part.__name__}: {name}: {compiled} programs compiled", flush=True)
+        size = ahead.pack(ahead.CACHE, ahead.ARCHIVE)
+        new = hits[before:]
+        print(f"{part.__name__}: {new.count(True)} programs found, {new.count(False)} compiled; {size:.1f} MiB in all")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, help="an absolute path, the same on both sides")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of `benchmarks.gpu`")
-    parser.add_argument("--count", action="store_true", help="only say how many programs there are")
-    parser.add_argument("--check", action="store_true", help="only compare this Triton with the folder's")
     options = parser.parse_args()
-    if options.count:
-        count(options.capability, options.parts)
-        return 0
-    if options.cache is None or not options.cache.is_absolute():
-        parser.error(f"--cache {options.cache}: Triton writes absolute paths into it, so give one")
-    mark = options.cache / KEY
-    if options.check:
-        if not mark.is_file():
-            parser.error(f"--cache {options.cache}: there is no {KEY}")
-        made = mark.read_text(encoding="utf-8").strip()
-        print(f"made with {made}; here {key()}: {'the same' if made == key() else 'nothing will be found'}")
-        return int(made != key())
-    os.environ["TRITON_CACHE_DIR"] = str(options.cache)
-    options.cache.mkdir(parents=True, exist_ok=True)
-    if mark.is_file() and mark.read_text(encoding="utf-8").strip() != key():
-        parser.error(f"--cache {options.cache}: it is of another Triton; give an empty folder")
-    mark.write_text(key() + "\n", encoding="utf-8")
-    found, compiled = compile_all(options.capability, options.parts)
-    print(f"{found} programs were found, {compiled} compiled; {options.cache}: {slim(options.cache):.1f} MB")
+    ahead.own(ahead.CACHE)
+    mark = ahead.CACHE / ahead.KEY
+    if mark.is_file() and mark.read_text(encoding="utf-8").strip() != ahead.key():
+        shutil.rmtree(ahead.CACHE)  # of another Triton, and only a cache
+        ahead.own(ahead.CACHE)
+    mark.write_text(ahead.key() + "\n", encoding="utf-8")
+    os.environ["TRITON_CACHE_DIR"] = str(ahead.CACHE)
+    compile_all(options.capability)
     return 0
 
 

@@ -1,32 +1,32 @@
-"""(d) A decoded token of every family, Llama and Mamba: eager and as one CUDA graph, some with a compiled model too.
+"""(c) A decoded token of some families and Llama: eager, and as one CUDA graph.
 
 One row, about 125 million weights, bfloat16. The weights' limit is the time of a copy of as many bytes, read once.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from benchmarks.gpu.comparing import compare
-from benchmarks.gpu.families import FAMILIES, large
+from benchmarks.gpu.families import large
 from benchmarks.gpu.settings import Settings
-from benchmarks.timing.models import PEERS, cache_argument, read_prompt
+from benchmarks.timing.models import cache_argument, read_prompt
 
+DECODED = ("Longhorn", "BST SH", "SPADE", "Llama")
 LENGTH = 2048  # slots of a static cache of keys
-COMPILED = ("Longhorn", "Llama")  # torch compiles for long, and half an hour is short
 
 
 def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
-    for name in (*FAMILIES, *PEERS):
-        for how, run in (("eager", eager), ("CUDA graph", graph), ("static and compiled", compiled)):
-            if run is not compiled or name in COMPILED:
-                yield f"{name}, {how}", lambda n=name, h=how, r=run: decoding(settings, n, h, r)
+    for name in DECODED:
+        for how, prepared in (("eager", eager), ("CUDA graph", graph)):
+            yield f"{name}, {how}", partial(decoding, settings, name, how, prepared)
 
 
 def decoding(settings: Settings, name: str, how: str, prepared: Callable) -> dict:
-    model = large(name, settings, "125M", dtype=settings.dtype)
+    model = large(name, settings, dtype=settings.dtype)
     steps = settings.pick(16, 1)
     step = prepared(model, settings)
 
@@ -44,37 +44,21 @@ def decoding(settings: Settings, name: str, how: str, prepared: Callable) -> dic
     }
 
 
-def fed(model: PreTrainedModel, cache: Any, call: Callable) -> Callable[[], Any]:
+def fed(model: PreTrainedModel, cache: Any) -> Callable[[], Any]:
     """One more token; static caches write it over and over to their last slots' end."""
     read_prompt(model, cache)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     arguments = {cache_argument(model): cache, "use_cache": True}
-    return lambda: call(token, **arguments)
+    return lambda: model(token, **arguments)
 
 
 def eager(model: PreTrainedModel, settings: Settings) -> Callable[[], Any]:
-    return fed(model, DynamicCache(config=model.config), model)
-
-
-def static_cache(model: PreTrainedModel, settings: Settings) -> StaticCache:
-    return StaticCache(config=model.config, max_cache_len=settings.pick(LENGTH, 64))
-
-
-def compiled(model: PreTrainedModel, settings: Settings) -> Callable[[], Any]:
-    """As `generate(cache_implementation="static")` compiles; a rehearsal traces without a compiler."""
-    options = {"mode": "reduce-overhead"} if settings.device == "cuda" else {"backend": "eager"}
-    step = fed(model, static_cache(model, settings), torch.compile(model, dynamic=False, **options))
-
-    def run() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return step()
-
-    return run
+    return fed(model, DynamicCache(config=model.config))
 
 
 def graph(model: PreTrainedModel, settings: Settings) -> Callable[[], Any]:
     """The eager step, captured once; a rehearsal runs it without capturing."""
-    step = fed(model, static_cache(model, settings), model)
+    step = fed(model, StaticCache(config=model.config, max_cache_len=settings.pick(LENGTH, 64)))
     if settings.device != "cuda":
         return step
     with torch.inference_mode():

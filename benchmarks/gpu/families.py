@@ -10,14 +10,14 @@ ROWS = ("plain", "padded", "packed")
 
 def small(name: str, settings: Settings, **options) -> PreTrainedModel:
     """A few layers, for checks."""
-    width, depth = settings.pick((512, 4), (32, 1))
+    width, depth = settings.pick((256, 2), (32, 1))
     sizes = {"vocabulary": settings.pick(1024, 64), "window": settings.pick(128, 8), "device": settings.device}
     return build(name, width, depth, **(sizes | options))
 
 
-def large(name: str, settings: Settings, size: str, **options) -> PreTrainedModel:
-    """About 125 or 350 million weights beside the embeddings and the head."""
-    width, depth = settings.pick({"125M": (768, 12), "350M": (1024, 24)}[size], (32, 1))
+def large(name: str, settings: Settings, **options) -> PreTrainedModel:
+    """About 125 million weights beside the embeddings and the head."""
+    width, depth = settings.pick((768, 12), (32, 1))
     sizes = {"vocabulary": settings.pick(32000, 64), "window": settings.pick(512, 8), "device": settings.device}
     return build(name, width, depth, **(sizes | options))
 

@@ -1,6 +1,7 @@
-"""(b) Outputs and gradients of every kernel on this device against float64, odd shapes and very long rows included."""
+"""(a) Outputs and gradients of every kernel on this device against float64, odd shapes and very long rows included."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -15,15 +16,15 @@ from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 # batch, length, channels, states
-SCANS = [(1, 1, 1, 1), (2, 13, 5, 3), (3, 67, 130, 17), (1, 513, 70, 64), (2, 2048, 1536, 16), (1, 129, 33, 256)]
-EVERY_KIND = [(3, 67, 130, 17), (2, 2048, 1536, 16)]
+SCANS = [(2, 2048, 1536, 16), (3, 67, 130, 17), (1, 1, 1, 1), (1, 513, 70, 64), (1, 129, 33, 256)]
+EVERY_KIND = [(2, 2048, 1536, 16), (3, 67, 130, 17)]
 MANY_STATES = [(2, 300, 96, 32), (1, 513, 70, 64), (1, 129, 33, 256)]  # from 32 on, 16 bits go back in chunks
 ROWS = ("plain", "padded", "packed")
 CONVOLUTIONS = [(1, 1, 1, 2), (3, 67, 130, 4), (2, 2048, 1536, 4)]  # batch, length, channels, taps
 LONG_CONVOLUTIONS = [(1, 90, 3, 70), (8, 2048, 24, 2048), (2, 8192, 8, 8192), (1, 20000, 4, 4096)]
 TINY_LONG_CONVOLUTIONS = [(1, 70, 2, 66)]
-WINDOWS = [(1, 2, 37, 16, 5), (2, 12, 1024, 64, 128), (1, 8, 4096, 128, 512)]  # batch, heads, length, size, window
-TINY_WINDOWS = [(1, 2, 13, 8, 5)]
+WINDOW, TINY_WINDOW = (2, 12, 1024, 64, 128), (1, 2, 13, 8, 5)  # batch, heads, length, size, window
+WINDOWS = {"biased": torch.float32, "packed": torch.bfloat16, "sink with a value": torch.bfloat16}
 # batch, length, channels, order, rows; of the one long row, segments are done side by side
 MEMORIES = [
     (2, 67, 35, 6, 2),
@@ -63,25 +64,23 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
                     f"implicit_attention {shape} {rows} {str(dtype).removeprefix('torch.')}",
                     lambda s=shape, r=rows, d=dtype: implicit(settings, s, r, d, kernel),
                 )
-    for shape in settings.pick(WINDOWS, TINY_WINDOWS):
-        for extra in ("bare", "biased", "zero sink", "sink with a value", "packed"):
-            yield f"local_attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
     length = settings.pick(1024 if settings.only_launches else LONG, 40)
     for rows in (1, 2):
         yield f"longhorn_scan over {length} tokens, {rows} rows", lambda b=rows: long_scan(settings, b, length, kernel)
     yield f"causal_conv over {length} tokens", lambda: long_short(settings, length, kernel)
     yield from parity_recurrences.cases(settings, kernel)
+    for extra, dtype in WINDOWS.items():  # last: each is compiled there
+        yield f"local_attention {extra} {dtype}".replace("torch.", ""), partial(window, settings, extra, dtype)
 
 
 def by_dtype(settings: Settings) -> Iterator[tuple[torch.dtype, dict[tuple, tuple[str, ...]], list[tuple]]]:
     """Scans with the kinds of their rows, and short convolutions; each kind and dtype is compiled anew, so few."""
     if settings.rehearse:
-        yield torch.float32, {SCANS[0]: ("plain",), (2, 5, 3, 3): ROWS}, [(2, 5, 3, 4)]
+        yield torch.float32, {(1, 1, 1, 1): ("plain",), (2, 5, 3, 3): ROWS}, [(2, 5, 3, 4)]
         return
     yield torch.float32, {shape: ROWS if shape in EVERY_KIND else ("plain",) for shape in SCANS}, CONVOLUTIONS
     many = dict.fromkeys(MANY_STATES[:1], ROWS) | dict.fromkeys(MANY_STATES[1:], ROWS[:1])
     yield torch.bfloat16, dict.fromkeys(EVERY_KIND, ROWS) | many, CONVOLUTIONS
-    yield torch.float16, {SCANS[1]: ("plain",)}, CONVOLUTIONS[:1]
 
 
 def scan(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
@@ -128,17 +127,17 @@ def implicit(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, ke
     return compared(op, inputs, options, settings, dtype, backend=kernel, by_blocks=length > 100)
 
 
-def window(settings: Settings, shape: tuple, extra: str) -> dict:
+def window(settings: Settings, extra: str, dtype: torch.dtype) -> dict:
     """The backend that is taken by itself: on CUDA it depends on what is asked."""
-    batch, heads, length, size, width = shape
+    batch, heads, length, size, width = settings.pick(WINDOW, TINY_WINDOW)
+    dtype = torch.float32 if settings.rehearse else dtype
     inputs = {name: random(batch, heads, length, size, seed=i) for i, name in enumerate("qkv")}
-    if extra in ("biased", "zero sink"):
+    if extra == "biased":
         inputs["bias"] = random(heads, width, seed=4)
     if extra == "sink with a value":
         inputs |= {"sink_logits": random(batch, heads, length, seed=5), "sink_values": random(heads, size, seed=6)}
-    options = {"window": (width - 1, 0), "zero_kv_sink": extra == "zero sink"}
-    options |= row_options("packed", batch, length) if extra == "packed" else {}
-    return compared(local_attention, inputs, options, settings, torch.float32, by_blocks=length > 200)
+    options = {"window": (width - 1, 0)} | row_options(extra, batch, length)
+    return compared(local_attention, inputs, options, settings, dtype, by_blocks=length > 200)
 
 
 def wide_view(rows: int, length: int, channels: int, settings: Settings, seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the card can do: bandwidth of a copy, and rate of matrix products."""
+"""(b) What the card can do: bandwidth of a copy, and rate of matrix products."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,10 +1,12 @@
 """One page from the results of all parts: what failed, and every figure with its ratios and shares of the peaks."""
 
 import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from benchmarks.table_text import markdown_table
@@ -14,21 +16,24 @@ ABOUT = ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm
 Cases = dict[str, dict]
 
 
-def summary(store: Store) -> str:
-    counts = [(len(cases), len(failures(cases))) for cases in map(store.cases, PARTS)]
-    return f"{sum(total for total, _ in counts)} cases, {sum(failed for _, failed in counts)} failed"
+def asked_of(store: Store, chosen: re.Pattern[str]) -> tuple[Cases, list[str]]:
+    """What is on record of the cases that were asked for, and those that have not run."""
+    names = [(part, case) for part, cases in store.names().items() for case in cases]
+    found = {f"{part}: {case}": figures for part in PARTS for case, figures in store.cases(part).items()}
+    asked = {name: figures for name, figures in found.items() if chosen.search(name)}
+    every = [f"{part}: {case}" for part, case in names]
+    return asked, [name for name in every if chosen.search(name) and name not in asked]
 
 
-def write_report(store: Store, settings: Settings, root: Path) -> Path:
-    """root/reports/gpu.md."""
+def write_report(store: Store, settings: Settings, clock: Clock) -> Path:
+    """gpu.md beside the results."""
     found = {part: store.cases(part) for part in PARTS}
-    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(found, store)])
+    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(store), "", clock.account(), ""])
     for part, cases in found.items():
         table = TABLES.get(part, lambda *_: "")(cases, found["peaks"])
         if table or failures(cases):
-            text += f"\n## {part.replace('_', ' ').capitalize()}: {PARTS[part]}\n\n{table}{failed(cases)}"
-    path = root / "reports" / "gpu.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
+            text += f"\n## {part.capitalize()}: {PARTS[part].about}\n\n{table}{failed(cases)}"
+    path = store.folder / "gpu.md"
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -36,7 +41,7 @@ def write_report(store: Store, settings: Settings, root: Path) -> Path:
 def made(store: Store, settings: Settings) -> str:
     commit = str(provenance()["commit"])
     changed = " and uncommitted changes" if commit.endswith("+") else ""
-    command = "python -m benchmarks.gpu --device cpu --rehearse" if settings.rehearse else "make gpu"
+    command = "bash tools/card.sh" + (" --device cpu --rehearse" if settings.rehearse else "")
     versions = f"python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
     about = ", ".join(f"`{path}`" for path in ABOUT)
     where = "a CPU, with tiny sizes: nothing here is a measurement" if settings.rehearse else store.identity["device"]
@@ -53,23 +58,18 @@ def failed(cases: Cases) -> str:
     return "".join(f"- {name}: `{found['error']}`\n" for name, found in failures(cases).items())
 
 
-def overview(found: dict[str, Cases], store: Store) -> str:
+def overview(store: Store) -> str:
     """Of each part; results that another device or a change of the sources put aside are in the part's file alone."""
-    rows = [
-        [
-            part.replace("_", " "),
-            len(cases),
-            len(failures(cases)),
-            f"{sum(c['wall_seconds'] for c in timed(cases)):.0f}",
-            len(store.superseded(part)),
-        ]
-        for part, cases in found.items()
-    ]
-    return markdown_table(["part", "cases", "failed", "seconds", "superseded"], rows)
-
-
-def timed(cases: Cases) -> list[dict]:
-    return [found for found in cases.values() if "wall_seconds" in found]
+    names = store.names()
+    rows = []
+    for part, planned in PARTS.items():
+        cases = store.cases(part)
+        waiting = len(set(names.get(part, [])) - set(cases))
+        figures = [len(cases), len(failures(cases)), waiting, f"{store.seconds(part):.0f} of {planned.seconds}"]
+        compiled = sum(found.get("programs_compiled", 0) for found in cases.values())
+        rows.append([part, *figures, compiled, len(store.superseded(part))])
+    head = ["part", "cases", "failed", "to be run", "seconds", "programs compiled", "superseded"]
+    return markdown_table(head, rows)
 
 
 def good(cases: Cases) -> Cases:
@@ -90,8 +90,12 @@ def parity(cases: Cases, _: Cases) -> str:
 
 
 def models(cases: Cases, _: Cases) -> str:
-    rows = [[name, f"{found['logits']:.1e}", f"{found['gradients']:.1e}"] for name, found in good(cases).items()]
-    return markdown_table(["model", "logits", "worst gradient"], rows)
+    dtypes = ("float32", "bfloat16")
+    rows = [
+        [name, *(f"{found[dtype][of]:.1e}" for dtype in dtypes for of in ("outputs", "gradients"))]
+        for name, found in good(cases).items()
+    ]
+    return markdown_table(["model", *(f"{of}, {dtype}" for dtype in dtypes for of in ("outputs", "gradient"))], rows)
 
 
 def bandwidth(cases: Cases, peak: Cases) -> str:
@@ -108,23 +112,6 @@ def bandwidth(cases: Cases, peak: Cases) -> str:
         for name, found in good(cases).items()
     ]
     return markdown_table(["case", "ms", "of the copy's bandwidth", *(f"time of {name}" for name in others)], rows)
-
-
-def attention(cases: Cases, peak: Cases) -> str:
-    limit = peak.get("product bfloat16", {}).get("teraflops")
-    others = list(dict.fromkeys(name for found in good(cases).values() for name in found["time_over_ours"]))
-    rows = [
-        [
-            name,
-            f"{found['milliseconds']['ours']:.3f}",
-            share(found["teraflops"], limit),
-            f"{found['peak_megabytes']:,.0f}",
-            *(f"{found['time_over_ours'][other]}x" if other in found["time_over_ours"] else "" for other in others),
-        ]
-        for name, found in good(cases).items()
-    ]
-    head = ["case", "ms", "of the products' rate", "peak MB", *(f"time of {name}" for name in others)]
-    return markdown_table(head, rows)
 
 
 def decoding(cases: Cases, peak: Cases) -> str:
@@ -158,14 +145,6 @@ def training(cases: Cases, peak: Cases) -> str:
     return markdown_table(head, rows)
 
 
-def learning(cases: Cases, _: Cases) -> str:
-    rows = [
-        [name, found["bfloat16"][0], *found["last_quarter"], f"{found['gap']:.1%}"]
-        for name, found in good(cases).items()
-    ]
-    return markdown_table(["model", "first steps", "last quarter, bfloat16", "float32 on a CPU", "apart by"], rows)
-
-
 def share(rate: float | None, limit: float | None) -> str:
     return f"{rate / limit:.0%}" if rate is not None and limit else ""
 
@@ -175,9 +154,6 @@ TABLES = {
     "parity": parity,
     "models": models,
     "scan": bandwidth,
-    "long_convolution": bandwidth,
-    "window_attention": attention,
     "decoding": decoding,
     "training": training,
-    "learning": learning,
 }

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 REQUIRED = {"torch": "2.8", "transformers": "5.16", "safetensors": "0.8"}
 ON_CUDA = {"triton": "3.6"}
-PEERS = {"mamba_ssm": "Mamba's scans", "fla": "flash-linear-attention", "flash_attn": "flash-attention"}
+PEERS = {"mamba_ssm": "Mamba's own kernels"}
 
 
 def problems(device: str) -> list[str]:
@@ -21,7 +21,7 @@ def problems(device: str) -> list[str]:
         if _numbers(have) < _numbers(lowest):
             found.append(f"{name} {have} is too old: pip install '{name}>={lowest}'")
     if importlib.util.find_spec("hf_hybrid_ssm") is None:
-        found.append("hf_hybrid_ssm is not on the path: set PYTHONPATH=src, or run make gpu")
+        found.append("hf_hybrid_ssm is not on the path: set PYTHONPATH=src, or run bash tools/card.sh")
     if device == "cuda" and not found:
         import torch
 

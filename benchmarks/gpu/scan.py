@@ -1,6 +1,11 @@
-"""(d) The Longhorn scan against a copy of its bytes, and the scans of mamba_ssm and flash-linear-attention."""
+"""(b) The Longhorn scan against a copy of its bytes, and Mamba's scan of as many channels and states.
 
+That is mamba_ssm's kernel where it is installed, and what torch compiles of transformers' associative scan.
+"""
+
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,39 +15,46 @@ from benchmarks.gpu.settings import Settings
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 Run = Callable[[], Any]
-# batch, length, channels, states
+Shape = tuple[int, int, int, int]  # batch, length, channels, states
 SHAPES = [(8, 2048, 1536, 16), (1, 65536, 1536, 16), (8, 2048, 1536, 64), (8, 2048, 4096, 16), (64, 256, 1536, 16)]
-TINY = [(1, 16, 64, 16)]
+TINY = [(1, 16, 64, 16), (2, 16, 64, 16)]
 BLOCKS = (32, 16)  # tokens between checkpoints, fewer than the table's
-HEAD = 64  # channels of a head in peers that have heads
 
 
 def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
-    for shape in settings.pick(SHAPES, TINY):
-        for backward in (False, True):
-            name = f"{shape} {'forward and backward' if backward else 'forward'}"
-            yield name, lambda s=shape, b=backward: scan(settings, s, b)
+    """The first shape with its blocks and peers, then the others; a peer apart, since it may compile for long."""
+    first, *others = settings.pick(SHAPES, TINY)
+    yield from against_copy(settings, first)
     for block in BLOCKS:
-        shape = settings.pick(SHAPES, TINY)[0]
-        yield f"{shape} forward and backward, block of {block}", lambda s=shape, b=block: block_of(settings, s, b)
+        yield f"{first} forward and backward, block of {block}", partial(block_of, settings, first, block)
+    for package, (peer, prepared) in PEERS.items():
+        for backward in (False, True) if importlib.util.find_spec(package) else ():
+            yield f"{first} {KINDS[backward]}, {peer}", partial(against, settings, first, backward, peer, prepared)
+    for shape in others:
+        yield from against_copy(settings, shape)
 
 
-def scan(settings: Settings, shape: tuple[int, int, int, int], backward: bool) -> dict:
+def against_copy(settings: Settings, shape: Shape) -> Iterator[tuple[str, Callable[[], dict]]]:
+    for backward in (False, True):
+        yield f"{shape} {KINDS[backward]}", partial(scan, settings, shape, backward)
+
+
+def scan(settings: Settings, shape: Shape, backward: bool) -> dict:
     kernel = "triton" if settings.device == "cuda" else "torch"
     moved = bytes_moved(*shape, settings.dtype.itemsize, backward)
-    candidates = {
-        "ours": longhorn(settings, shape, backward, kernel),
-        "copy of its bytes": copy(moved, settings.device),
-        "mamba_ssm selective scan": selective_scan(settings, shape, backward),
-        "mamba_ssm chunk scan (Mamba2)": mamba2_scan(settings, shape, backward),
-        "fla chunk_gla": gla(settings, shape, backward),
-    }
-    found = compare(candidates, settings)
+    ours = longhorn(settings, shape, backward, kernel)
+    found = compare({"ours": ours, "copy of its bytes": copy(moved, settings.device)}, settings)
     rate = moved / found["milliseconds"]["ours"] / 1e6
     return {**found, "bytes": moved, "gigabytes_per_second": round(rate, 1)}
 
 
-def block_of(settings: Settings, shape: tuple[int, int, int, int], block: int) -> dict:
+def against(settings: Settings, shape: Shape, backward: bool, peer: str, prepared: Callable[..., Run]) -> dict:
+    kernel = "triton" if settings.device == "cuda" else "torch"
+    ours = longhorn(settings, shape, backward, kernel)
+    return compare({"ours": ours, peer: prepared(settings, shape, backward)}, settings)
+
+
+def block_of(settings: Settings, shape: Shape, block: int) -> dict:
     """The scan with checkpoints after so many tokens; what `triton_tune` chooses among."""
     kernel = "triton" if settings.device == "cuda" else "torch"
     ours = with_block(longhorn(settings, shape, True, kernel), shape[3], block, settings)
@@ -104,65 +116,34 @@ def copy(moved: int, device: str) -> Run:
     return lambda: target.copy_(source)
 
 
-def selective_scan(settings: Settings, shape: tuple, backward: bool) -> Run:
-    """Mamba's, of the same channels and states."""
+def mamba_inputs(settings: Settings, shape: Shape) -> list[torch.Tensor]:
+    """x, time steps, A, B, C, the skip, the gate and the bias of time steps, as mamba_ssm lays them out."""
     batch, length, channels, states = shape
-
-    def prepared() -> Run:
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-        x, dt, z, b, c = tensors(settings, *[(batch, channels, length)] * 3, *[(batch, 1, states, length)] * 2)
-        a, skip, bias = tensors(settings, (channels, states), (channels,), (channels,), dtype=torch.float32)
-        a = a.detach().exp().neg().requires_grad_()
-        inputs = [x, dt, z, b, c, a, skip, bias]
-        return run_of(lambda: selective_scan_fn(x, dt, a, b, c, skip, z, bias, True), inputs, backward)
-
-    return lazily(prepared)
+    x, dt, z, b, c = tensors(settings, *[(batch, channels, length)] * 3, *[(batch, states, length)] * 2)
+    a, skip, bias = tensors(settings, (channels, states), (channels,), (channels,), dtype=torch.float32)
+    return [x, dt, a.detach().exp().neg().requires_grad_(), b, c, skip, z, bias]
 
 
-def mamba2_scan(settings: Settings, shape: tuple, backward: bool) -> Run:
-    """Mamba2's, of the same channels in heads; one decay a head."""
-    batch, length, channels, states = shape
+def mamba_ssm(settings: Settings, shape: Shape, backward: bool) -> Run:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
-    def prepared() -> Run:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-        heads = channels // HEAD
-        x, dt = tensors(settings, (batch, length, heads, HEAD), (batch, length, heads))
-        b, c = tensors(settings, *[(batch, length, 1, states)] * 2)
-        (a,) = tensors(settings, (heads,), dtype=torch.float32)
-        a = a.detach().exp().neg().requires_grad_()
-        return run_of(
-            lambda: mamba_chunk_scan_combined(x, dt, a, b, c, chunk_size=256, dt_softplus=True),
-            [x, dt, a, b, c],
-            backward,
-        )
-
-    return lazily(prepared)
+    inputs = mamba_inputs(settings, shape)
+    return run_of(lambda: selective_scan_fn(*inputs, True), inputs, backward)
 
 
-def gla(settings: Settings, shape: tuple, backward: bool) -> Run:
-    """Gated linear attention with as many channels and states, in heads."""
-    batch, length, channels, states = shape
+def transformers_mamba(settings: Settings, shape: Shape, backward: bool) -> Run:
+    """Compiled, which alone takes the associative scan; a rehearsal traces without a compiler."""
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-    def prepared() -> Run:
-        from fla.ops.gla import chunk_gla
-
-        heads = channels // HEAD
-        q, k, gate = tensors(settings, *[(batch, length, heads, states)] * 3)
-        (v,) = tensors(settings, (batch, length, heads, HEAD))
-        return run_of(lambda: chunk_gla(q, k, v, torch.nn.functional.logsigmoid(gate)), [q, k, v, gate], backward)
-
-    return lazily(prepared)
+    options: dict[str, Any] = {} if settings.device == "cuda" else {"backend": "eager"}
+    compiled = torch.compile(mamba_selective_scan, dynamic=False, **options)
+    inputs = mamba_inputs(settings, shape)
+    return run_of(lambda: compiled(*inputs, delta_softplus=True, use_associative_scan=True), inputs, backward)
 
 
-def lazily(prepared: Callable[[], Run]) -> Run:
-    """Imports and allocates on the first call, where a failure is recorded for this candidate alone."""
-    ready: list[Run] = []
-
-    def run() -> None:
-        if not ready:
-            ready.append(prepared())
-        ready[0]()
-
-    return run
+PEERS = {
+    "transformers": ("transformers' Mamba, compiled", transformers_mamba),
+    "mamba_ssm": ("mamba_ssm", mamba_ssm),
+}
+"""By package."""
+KINDS = ("forward", "forward and backward")

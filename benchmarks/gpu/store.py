@@ -1,22 +1,23 @@
 """Results as they come: one JSON file a part, written after every case, so that a killed run goes on where it was; and
 one archive of all, so that they outlive the machine.
 
-A result counts while it is of this device and of these sources (`parts.digest`). One that another takes the place of
+A result counts while it is of this device and of these sources (`plan.digest`). One that another takes the place of
 stays in the file, under `superseded`: it was measured.
 """
 
 import json
-import re
 import tarfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import digest
+from benchmarks.gpu.plan import PARTS, digest
 from benchmarks.timing import provenance, to_json
 
 KILLED = "killed"
 STAMP = "measured"
+NAMES = "names"  # of all cases, in the place of a part
 Case = dict[str, Any]
 
 
@@ -53,6 +54,10 @@ class Store:
         """What is on record of a part, of this device and these sources, by case."""
         return {case: found for case, found in self._read(part)["cases"].items() if self._counts(part, case, found)}
 
+    def seconds(self, part: str) -> float:
+        """What those took."""
+        return sum(found.get("wall_seconds", 0.0) for found in self.cases(part).values())
+
     def superseded(self, part: str) -> list[Case]:
         """What no longer counts, each with the name of its case."""
         found = self._read(part)
@@ -66,6 +71,14 @@ class Store:
         empty: dict[str, Any] = {"cases": {}, "superseded": []}
         return json.loads(self.path(part).read_text(encoding="utf-8")) if self.path(part).is_file() else empty
 
+    def name(self, cases: dict[str, list[str]]) -> None:
+        """Put on record which cases each part has."""
+        self._write_text(NAMES, json.dumps(cases) + "\n")
+
+    def names(self) -> dict[str, list[str]]:
+        """As the last process found them."""
+        return json.loads(self.path(NAMES).read_text(encoding="utf-8")) if self.path(NAMES).is_file() else {}
+
     def begin(self, part: str, case: str) -> None:
         self.running.write_text(json.dumps({"part": part, "case": case}), encoding="utf-8")
 
@@ -76,21 +89,12 @@ class Store:
         self.running.unlink(missing_ok=True)
         self.pack()
 
-    def set_aside(self, part: str, cases: Iterable[str]) -> None:
-        """What is on record of some cases no longer counts: they are run again."""
-        kept, chosen = self._read(part), list(cases)
-        for case in chosen:
-            self._replace(kept, case, None)
-        if chosen:
-            self._write(part, kept)
-
-    def _replace(self, kept: dict[str, Any], case: str, found: Case | None) -> None:
-        """`found`, or nothing, in the place of what there was, which stays among what is superseded."""
+    def _replace(self, kept: dict[str, Any], case: str, found: Case) -> None:
+        """`found` in the place of what there was, which stays among what is superseded."""
         old = kept["cases"].pop(case, None)
         if old is not None and old != found:
             kept["superseded"].append({"case": case} | old)
-        if found is not None:
-            kept["cases"][case] = found
+        kept["cases"][case] = found
 
     def _write(self, part: str, kept: dict[str, Any]) -> None:
         names = ("cases", "superseded")
@@ -114,14 +118,8 @@ class Store:
 
     def resume(self, archive: Path) -> int:
         """Take over what an archive holds and is not on record here; how many of its cases count."""
-        taken = 0
-        with tarfile.open(archive) as tar:
-            for member in tar.getmembers():
-                name = re.fullmatch(r"gpu_(\w+)\.json", member.name)
-                file = tar.extractfile(member) if name and member.isfile() else None
-                if file is None or name is None or member.name == self.running.name:
-                    continue
-                taken += self._take(name[1], file.read().decode())
+        found = {part: text_in(archive, self.path(part).name) for part in PARTS}
+        taken = sum(self._take(part, text) for part, text in found.items() if text is not None)
         self.pack()
         return taken
 
@@ -143,6 +141,14 @@ class Store:
         """The case that ran when its process ended is recorded as failed; its name, or None if none ran."""
         if not self.running.is_file():
             return None
-        mark = json.loads(self.running.read_text(encoding="utf-8"))
-        self.record(mark["part"], mark["case"], {"error": why, KILLED: True})
+        mark, age = json.loads(self.running.read_text(encoding="utf-8")), time.time() - self.running.stat().st_mtime
+        self.record(mark["part"], mark["case"], {"error": why, KILLED: True, "wall_seconds": round(age, 2)})
         return f"{mark['part']}: {mark['case']}"
+
+
+def text_in(archive: Path, name: str) -> str | None:
+    """Of a file in an archive; None where it has no such file."""
+    with tarfile.open(archive) as tar:
+        member = next((member for member in tar.getmembers() if member.name == name), None)
+        file = tar.extractfile(member) if member and member.isfile() else None
+        return None if file is None else file.read().decode()

@@ -1,39 +1,34 @@
-"""(d) A training step of every family against Llama of the same size, and its memory; of some, padded and packed rows.
+"""(d) A training step of every family against Llama of the same size, and its memory.
 
 bfloat16 autocast over float32 weights, AdamW, 16,384 tokens in rows of 2,048.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from benchmarks.gpu.comparing import compare
-from benchmarks.gpu.families import FAMILIES, ROWS, large
+from benchmarks.gpu.families import large
 from benchmarks.gpu.settings import Settings
 from benchmarks.timing import peak_megabytes_of
 from benchmarks.timing.models import batch_of, random_rows, training_step
 
-OF_EVERY_KIND = ("Longhorn", "SPADE")  # with recurrences of their own, which know where rows and documents end
-LARGER = ("Longhorn",)
+TRAINED = ("Longhorn", "SPADE", "BST SH", "LMU-ISA")
 
 
 def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
-    for name in FAMILIES:
-        for rows in ROWS if name in OF_EVERY_KIND else ROWS[:1]:
-            yield f"{name} 125M {rows}", lambda n=name, r=rows: step(settings, n, "125M", r)
-    for name in LARGER:
-        yield f"{name} 350M plain", lambda n=name: step(settings, n, "350M", "plain")
+    for name in TRAINED:
+        yield f"{name} 125M", partial(step, settings, name)
 
 
-def step(settings: Settings, name: str, size: str, rows: str) -> dict:
-    """In turns with Llama, which reads packed rows as if they were one document and padded ones under a mask."""
+def step(settings: Settings, name: str) -> dict:
+    """In turns with Llama."""
     batch, length = settings.pick((8, 2048), (2, 24))
     candidates, weights = {}, {}
     for each in (name, "Llama"):
-        model = large(each, settings, size)
-        inputs = batch_of(rows, random_rows(batch, length, model.config.vocab_size, settings.device))
-        if each == "Llama":
-            inputs.pop("seq_idx", None)
+        model = large(each, settings)
+        inputs = batch_of("plain", random_rows(batch, length, model.config.vocab_size, settings.device))
         autocast = torch.bfloat16 if settings.device == "cuda" else None
         candidates[each] = training_step(model, inputs, autocast=autocast)
         weights[each] = sum(p.numel() for p in model.parameters())
