@@ -7,6 +7,7 @@ from torch.func import functional_call
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.parameter_marks import mark_of
 from tests.layers.mixer_cases import (
+    FROZEN,
     D,
     L,
     build,
@@ -17,6 +18,7 @@ from tests.layers.mixer_cases import (
     tokens,
 )
 from tests.row_options import mix, one_token, unread_token
+from tests.tiny_models import compiles
 from tests.weight_changes import WAYS, changed_values
 
 
@@ -126,7 +128,41 @@ def test_elsewhere_clearing_is_in_reach(case, monkeypatch):
     assert_fresh(mixer, case, False, before)
 
 
+@compiles
+@pytest.mark.parametrize("way", ["foreach", "data = strided tensor", "load_state_dict", "setattr"])
+@pytest.mark.parametrize("case", [case for case in FROZEN if "shown" not in case] + ["s4"])  # which is in no module
+@torch.no_grad()
+def test_compiled_programs_use_no_kernel_of_other_weights(case, way):
+    """They compute from the weights as they are, or refuse; the plain mixer too, where only the program ran before."""
+    u = tokens(2, L, D)
+    for runs_before in (False, True):
+        torch.compiler.reset()
+        mixer, other = build(case), build(case)
+        compiled = torch.compile(mixer, backend="eager")
+        if runs_before:
+            mixer(u)
+        before = compiled(u)[0]
+        compiled(u)
+        WAYS[way](mixer, changed_values(mixer))
+        other.load_state_dict(mixer.state_dict())
+        wanted = other(u)[0]
+        assert not torch.allclose(before, wanted)
+        keeps = any(isinstance(module, CachedKernelMixer) for module in mixer.modules()) and case in FROZEN
+        if keeps and way in ("foreach", "data = strided tensor"):
+            with pytest.raises(RuntimeError, match="frozen parameters were written in place"):
+                compiled(u)
+            if runs_before:
+                for module in mixer.modules():
+                    if hasattr(module, "clear_kernel_cache"):
+                        module.clear_kernel_cache()
+                torch.testing.assert_close(compiled(u)[0], wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mixer(u)[0], wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(compiled(u)[0], wanted, rtol=1e-12, atol=1e-12)
+
+
 class _SeesNothing:
+    copy = torch.zeros(1)
+
     def has_changed(self, tensor) -> bool:
         return False
 

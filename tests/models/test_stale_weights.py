@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.counting import count_operations
-from tests.tiny_models import EVERY, build, class_with_loss, inputs_for
+from tests.tiny_models import EVERY, build, class_with_loss, compiles, inputs_for
 from tests.weight_changes import changed_values
 
 
@@ -33,6 +33,31 @@ def test_writes_through_data_are_seen(variant):
     for now, wanted, then in zip(after, outputs(other), before, strict=True):
         torch.testing.assert_close(now, wanted, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(now, then)
+
+
+@compiles
+@pytest.mark.parametrize("variant", ["spade s4 window", "spade frozen hyena", "bst mh s4"])
+@torch.no_grad()
+def test_compiled_models_use_no_kernel_of_other_weights(variant):
+    """They follow writes in place into what trains; what is frozen was computed from before, and they refuse."""
+    model, other = build(variant), build(variant)
+    inputs = inputs_for(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    compiled(**inputs), compiled(**inputs)
+    parameters = list(model.parameters())
+    torch._foreach_mul_([parameter for parameter in parameters if parameter.requires_grad], 1.1)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(compiled(**inputs).logits, other(**inputs).logits, rtol=1e-5, atol=1e-5)
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    assert bool(frozen) == (not variant.startswith("bst"))
+    if frozen:
+        torch._foreach_mul_(frozen, 1.1)
+        with pytest.raises(RuntimeError, match=r"frozen parameters were written in place.*clear_kernel_caches\(\)"):
+            compiled(**inputs)
+        model.clear_kernel_caches()
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(compiled(**inputs).logits, other(**inputs).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in EVERY if "spade" in variant or "bst" in variant])

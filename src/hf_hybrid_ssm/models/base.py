@@ -107,7 +107,8 @@ class HybridPreTrainedModel(PreTrainedModel):
 
         Ordinary changes of weights (loading, optimizers, in-place operations, moving, casting) do it themselves, and
         on the CPU all changes. On other devices call it after weights were written where torch does not look: through
-        `parameter.data`, as averaging and broadcasting libraries do, or from outside of torch.
+        `parameter.data`, as averaging and broadcasting libraries do, or from outside of torch. A compiled model raises
+        RuntimeError where frozen parameters were written in place, and goes on after this.
         """
         for module in self.modules():
             if hasattr(module, "clear_kernel_cache"):

@@ -17,10 +17,11 @@ class CachedKernelMixer(Mixer):
     What is cached is computed in float64, is not part of the state dict, and is dropped when a parameter is written,
     loaded, replaced, moved or cast. On the CPU parameters are compared by value, so that no write goes unnoticed. On
     other devices a write through `.data` (or by another library into the same memory) leaves no trace: call
-    `clear_kernel_cache` after it, or `clear_kernel_caches` of the model. Inside `torch.compile` writes cannot be seen;
-    there only frozen parameters count as constants, and the ways that weights change outside of it (loading, moving,
-    casting, `reset_parameters`) still drop it. Inside a function transform (`torch.func`, forward-mode
-    differentiation) no parameter counts as a constant.
+    `clear_kernel_cache` after it, or `clear_kernel_caches` of the model. Inside `torch.compile` only frozen parameters
+    count as constants; a compiled program compares them with those that it knows, and raises RuntimeError where one
+    was written in place, since it cannot compute anew (loading, moving, casting and `reset_parameters` drop the cache
+    before). Inside a function transform (`torch.func`, forward-mode differentiation) no parameter counts as a
+    constant.
 
     Parameters are the attributes with these names, whatever stands behind them: the `nn.Parameter`, or what a
     parametrization, a forward hook (`torch.nn.utils.prune`) or a replica of `nn.DataParallel` puts in its place.
@@ -29,6 +30,7 @@ class CachedKernelMixer(Mixer):
     def __init__(self, *args: Any, **kwargs: Any):
         self._kernel_cache: dict[Any, Any] = {}
         self._marks: dict[str, ValueMark | VersionMark] = {}
+        self._copies: dict[str, torch.Tensor] = {}  # the parameters that the cache was computed from
         super().__init__(*args, **kwargs)
 
     def _own_tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -47,13 +49,17 @@ class CachedKernelMixer(Mixer):
                 self._kernel_cache = {}  # FSDP writes into gathered parameters without a trace
             with self._without_autocast():
                 return compute(False)
-        if not is_compiling:
+        if is_compiling:
+            self._assert_unchanged(tensors)
+        else:
             self._clear_if_changed(tensors)
             if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
                 leave = torch.inference_mode(False)
         if key not in self._kernel_cache:
             with leave, torch.no_grad(), self._without_autocast():
                 self._kernel_cache[key] = compute(True)
+                for name in tensors.keys() - self._copies.keys():  # a compiler makes no marks
+                    self._copies[name] = tensors[name].detach().clone()
         return self._kernel_cache[key]
 
     def _without_autocast(self) -> contextlib.AbstractContextManager:
@@ -63,15 +69,38 @@ class CachedKernelMixer(Mixer):
     def _clear_if_changed(self, tensors: dict[str, torch.Tensor]) -> None:
         """Drop everything if one of the parameters is not what it was; those seen for the first time are noted."""
         known = [(self._marks.get(name), tensor) for name, tensor in tensors.items()]
-        if any(mark is not None and mark.has_changed(tensor) for mark, tensor in known):
+        by_compiler = self._copies.keys() - self._marks.keys()
+        if by_compiler or any(mark is not None and mark.has_changed(tensor) for mark, tensor in known):
             self.clear_kernel_cache()
         for name, tensor in tensors.items():
             if name not in self._marks:
-                self._marks[name] = mark_of(tensor)
+                self._marks[name] = mark = mark_of(tensor)
+                self._copies[name] = mark.copy
+
+    def _assert_unchanged(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Have a compiled program compare the parameters with those that its cache was computed from."""
+        for name, copy in self._copies.items():
+            tensor = tensors.get(name)
+            if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (
+                copy.shape,
+                copy.dtype,
+                copy.device,
+            ):
+                self.clear_kernel_cache()
+                return
+        message = (
+            f"{type(self).__name__}: frozen parameters were written in place, and a compiled program holds what was "
+            "computed from them before. Call clear_kernel_caches() of the model (clear_kernel_cache() of the layer)."
+        )
+        for name, copy in self._copies.items():
+            if name in tensors:
+                same = torch.isclose(tensors[name], copy, rtol=0, atol=0, equal_nan=True)
+                torch._assert_async(same.all(), message)
 
     def clear_kernel_cache(self) -> None:
         self._kernel_cache = {}
         self._marks = {}
+        self._copies = {}
 
     # every way parameters change except in-place writes
 
@@ -89,7 +118,7 @@ class CachedKernelMixer(Mixer):
         self.clear_kernel_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel_cache": {}, "_marks": {}}
+        return {**self.__dict__, "_kernel_cache": {}, "_marks": {}, "_copies": {}}
 
     def _replicate_for_data_parallel(self) -> "CachedKernelMixer":
         replica = super()._replicate_for_data_parallel()

@@ -17,6 +17,8 @@ class ValueMark:
         self.bytes_type = ctypes.c_char * (tensor.numel() * tensor.element_size())
         holder = _plain(tensor)
         self.values = bytearray(self._memory(holder))
+        flat = torch.frombuffer(self.values, dtype=tensor.dtype) if self.values else torch.empty(0, dtype=tensor.dtype)
+        self.copy = flat.view(tensor.shape)
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` differs in anything; one `memcmp`, and no operation of torch if it is contiguous."""
@@ -37,6 +39,7 @@ class VersionMark:
     def __init__(self, tensor: torch.Tensor):
         self.kind = _identity(tensor)
         self.holder = tensor  # no other can have its id
+        self.copy = tensor.detach().clone()
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         return _identity(tensor) != self.kind
