@@ -1,5 +1,7 @@
 """Weights of 8 and 4 bits through `from_pretrained`, over every family."""
 
+import contextlib
+import copy
 import logging
 import sys
 from pathlib import Path
@@ -8,12 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_hybrid_ssm import LmuIsaForSequenceClassification, LmuIsaModel, LowBitConfig
+from hf_hybrid_ssm import LmuIsaForSequenceClassification, LmuIsaModel, LowBitConfig, use_float32_products
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, assert_near, check_generation, logits_of
-from tests.tiny_models import COMBINATIONS, FEW, build, language_model, own_language_model
+from tests.tiny_models import COMBINATIONS, FEW, TOKENS, build, language_model, own_language_model
 
 TOLERANCES = {8: 0.1, 4: 0.6}  # of the largest logit of a random model
 
@@ -137,6 +139,66 @@ def test_a_rounded_folder_has_no_other_head(tmp_path):
         LmuIsaForSequenceClassification.from_pretrained(tmp_path)
     base = LmuIsaModel.from_pretrained(tmp_path)
     assert rounded_maps(base) == {name.removeprefix("model.") for name in rounded_maps(rounded)} - {"lm_head"}
+
+
+KEEPING = {
+    "tie_weights": lambda model: model.tie_weights(),
+    "init_weights": lambda model: model.init_weights(),
+    "initialize_weights": lambda model: model.initialize_weights(),
+    "set_input_embeddings": lambda model: model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings())),
+    "resize_token_embeddings()": lambda model: model.resize_token_embeddings(),
+    "resize_token_embeddings(same)": lambda model: model.resize_token_embeddings(model.config.vocab_size),
+    "to": lambda model: model.to("cpu"),
+    "deepcopy": lambda model: model.__dict__.update(copy.deepcopy(model).__dict__),
+    "use_float32_products": lambda model: use_float32_products(model),
+    "clear_kernel_caches": lambda model: model.clear_kernel_caches(),
+}
+
+
+def rounded_model(row, bits, folder):
+    model = language_model(row, wide=True)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, quantization_config=LowBitConfig(bits=bits)).eval()
+
+
+@pytest.mark.parametrize("row", EVERY_FAMILY)
+def test_methods_that_change_models(row, tmp_path):
+    """What replaces or initialises modules leaves rounded ones as they are; what cannot work says so, before."""
+    model = rounded_model(row, 4, tmp_path)
+    before, names = logits_of(model, row), rounded_maps(model)
+    for name, change in KEEPING.items():
+        change(model)
+        assert rounded_maps(model) == names, name
+        assert torch.equal(logits_of(model, row), before), name
+    head = model.get_output_embeddings()
+    if isinstance(head, LowBitLinear):
+        for options in ((70,), (50,), (None, 8)):
+            with pytest.raises(ValueError, match=r"rounded to 8 bits\. Resize .* after model\.dequantize\(\)"):
+                model.resize_token_embeddings(*options)
+        assert torch.equal(logits_of(model, row), before) and model.config.vocab_size == TOKENS["vocab_size"]
+    for cast in (model.half, model.float, lambda: model.to(torch.float16)):
+        with contextlib.suppress(ValueError):  # transformers' own refusal, in some versions
+            cast()
+            assert rounded_maps(model) == names and logits_of(model, row).isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("row", EVERY_FAMILY)
+def test_dequantized_it_is_an_ordinary_model(row, bits, tmp_path):
+    model = rounded_model(row, bits, tmp_path / "exact")
+    before, expected = logits_of(model, row), dequantized(row, model)
+    model = model.dequantize()
+    assert not rounded_maps(model) and linear_maps(model) == linear_maps(expected)
+    assert_near(logits_of(model, row), before, 1e-4, "logits")
+    trains = {name: parameter.requires_grad for name, parameter in language_model(row, wide=True).named_parameters()}
+    found = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert found == trains | dict.fromkeys(found.keys() - trains.keys(), True)
+    model.resize_token_embeddings(70)
+    assert_near(logits_of(model, row)[..., : TOKENS["vocab_size"]], before, 1e-4, "logits with more tokens")
+    model.save_pretrained(tmp_path / "plain")
+    again = type(model).from_pretrained(tmp_path / "plain").eval()
+    assert not rounded_maps(again)
+    assert torch.equal(logits_of(again, row), logits_of(model, row))
 
 
 RELOADED = """

@@ -161,6 +161,14 @@ class LowBitLinear(nn.Module):
         scale, zero = scales.transpose(0, 1).repeat_interleave(self.group_size, 1).unbind(-1)
         return ((codes - 8) * scale + zero)[: self.out_features]
 
+    def to_linear(self, dtype: torch.dtype) -> nn.Linear:
+        """The map as `nn.Linear`, whose weight is what the codes stand for, rounded to `dtype`."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.dequantized().to(dtype))
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return linear.train(self.training)
+
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`, in the inputs' dtype.
 

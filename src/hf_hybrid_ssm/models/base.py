@@ -114,6 +114,25 @@ class HybridPreTrainedModel(PreTrainedModel):
             if hasattr(module, "clear_kernel_cache"):
                 module.clear_kernel_cache()
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers.
+
+        Raises:
+            ValueError: another size is asked for, and the head's weights are rounded (`LowBitConfig`).
+        """
+        head = self.get_output_embeddings()
+        if not hasattr(head, "dequantized"):
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size, unit = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
+        if -(-size // unit) * unit != self.config.vocab_size:
+            raise ValueError(
+                f"resize_token_embeddings: the head's weights are rounded to {head.bits} bits. Resize the model "
+                "before it is rounded, or after model.dequantize()."
+            )
+        return self.get_input_embeddings()
+
     # -- output_attentions --------------------------------------------------------------------------------------
 
     def _why_no_attentions(self) -> str | None:

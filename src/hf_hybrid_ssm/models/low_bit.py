@@ -13,7 +13,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel  # whose module imports the quantizers, and these this one
+
+    from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 
 logger = logging.getLogger(__name__)
 METHOD = "hf_hybrid_ssm_low_bit"
@@ -23,7 +26,8 @@ class LowBitConfig(QuantizationConfigMixin):
     """Linear maps in 8 or 4 bits and the language-model head in 8, for inference on a CPU.
 
     `AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", quantization_config=LowBitConfig(bits=4))`;
-    `save_pretrained` writes the rounded weights, and such a folder loads without the argument.
+    `save_pretrained` writes the rounded weights, and such a folder loads without the argument. `model.dequantize()`
+    gives plain linear maps back, with the rounded weights.
 
     Args:
         bits: 8 (one scale a row) or 4 (a scale and a zero a group of columns).
@@ -122,14 +126,23 @@ class LowBitQuantizer(HfQuantizer):
                 rounded = LowBitLinear.from_linear(linear, bits=bits, group_size=config.group_size)
                 model.set_submodule(name, rounded)
         else:
-            _check_whole({name: part for name, part in model.named_modules() if isinstance(part, LowBitLinear)})
+            _check_whole(model)
         if isinstance(model.get_output_embeddings(), LowBitLinear) and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False  # the head has codes of its own, the embeddings keep theirs
             model.all_tied_weights_keys = {}
-        for module in model.modules():
-            if isinstance(module, LowBitLinear):
-                module.pack()
+        for module in _rounded(model).values():
+            module.pack()
         model.requires_grad_(False)
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """`model.dequantize()`: linear maps again, with the rounded weights, and what trained before trains again."""
+        for name, module in _rounded(model).items():
+            model.set_submodule(name, module.to_linear(dtype or model.dtype))
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module.register_parameter(name, parameter.requires_grad_())  # where it is frozen it is so again
+        return model
 
     def is_serializable(self) -> bool:
         return True
@@ -139,12 +152,18 @@ class LowBitQuantizer(HfQuantizer):
         return False
 
 
-def _check_whole(maps: dict[str, nn.Module]) -> None:
+def _rounded(model: PreTrainedModel) -> dict[str, LowBitLinear]:
+    from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LowBitLinear)}
+
+
+def _check_whole(model: PreTrainedModel) -> None:
     """Refuse rounded maps of which the folder lacks a tensor: nothing trains them, so nothing may be made up."""
     tensors = {
         f"{name}.{key}": tensor
-        for name, part in maps.items()
-        for key, tensor in part.state_dict(keep_vars=True).items()
+        for name, module in _rounded(model).items()
+        for key, tensor in module.state_dict(keep_vars=True).items()
     }
     missing = [name for name, tensor in tensors.items() if not getattr(tensor, "_is_hf_initialized", False)]
     if missing:
