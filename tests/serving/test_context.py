@@ -227,6 +227,58 @@ def test_another_model(model, words, book):
         load_context(book, model())
 
 
+@pytest.mark.parametrize("variant", SOME)
+def test_another_adapter_than_the_one_that_read(variant, path):
+    """Switched off, scaled, or another one: they are all there, and each computes other states."""
+    peft = pytest.importorskip("peft")
+    model = own_language_model(variant)
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
+    wrapped = peft.get_peft_model(model, lora, adapter_name="one")
+    wrapped.add_adapter("two", lora)
+    wrapped.eval()
+    ids = random_ids(model, 1, 15)
+    saved(read(model, ids[:, :9]), path, model)
+
+    def check(words=None):
+        if words is None:
+            loaded = load_context(path, model).past_key_values
+            torch.testing.assert_close(continued(model, loaded, ids[:, 9:]), whole(model, ids)[:, 9:], **TOLERANCE)
+            return
+        with pytest.raises(ValueError, match=rf"was read with layers\.0\..*{words}"):
+            load_context(path, model)
+
+    check()
+    with wrapped.disable_adapter():
+        check("disable_adapters=False, this model has .*disable_adapters=True")
+    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
+        layer.scale_layer(2.0)
+    check("scaling=.*this model has .*scaling=")
+    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
+        layer.unscale_layer(2.0)
+    check()
+    wrapped.set_adapter("two")
+    check(r"active_adapters=\['one'\], this model has .*active_adapters=\['two'\]")
+    wrapped.set_adapter("one")
+    wrapped.eval()
+    check()
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_what_is_computed_by_code_without_a_name(variant, path):
+    model = own_language_model(variant)
+    cache = read(model, random_ids(model, 1, 9))
+    saved(cache, path, model)
+    handle = model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: -output)
+    for use in (lambda: save_context(cache, path, model, overwrite=True), lambda: load_context(path, model)):
+        with pytest.raises(ValueError, match=r"a forward hook of model\.layers\.0 may change what the model computes"):
+            use()
+    handle.remove()
+    assert load_context(path, model).num_tokens == 9
+    model.train()
+    with pytest.raises(ValueError, match="was read with training=None, this model has training=all modules"):
+        load_context(path, model)
+
+
 def test_the_same_model_saved_and_loaded_again_is_the_same(book, tmp_path):
     model = language_model("spade s4 window")
     model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
@@ -251,7 +303,8 @@ def test_damaged_files(book, tmp_path):
     for place in (header, (header + len(content)) // 2, len(content) - 1):
         refused(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :], "is damaged: its content")
     refused(content.replace(b'\\"weights\\"', b'\\"heights\\"'), "has a damaged header")
-    refused(content.replace(b'"version":"2"', b'"version":"9"'), "is a context of version 9")
+    version = f'"version":"{contexts.VERSION}"'.encode()
+    refused(content.replace(version, b'"version":"9"'), "is a context of version 9")
     book.write_bytes(content)
     save_file(load_file(book), book)
     refused(book.read_bytes(), "is not a context")
@@ -290,6 +343,8 @@ FORGED = {
     "tokens as text": (of_header(num_tokens="9"), "num_tokens must be int, got '9'"),
     "tokens as a flag": (of_header(num_tokens=True), "num_tokens must be int, got True"),
     "a list of weights": (of_header(weights=[1]), r"weights must be str, got \[1\]"),
+    "another computation": (of_header(computation={"a\nb": "c\n"}), "was read with a b=c , this model has a b=None"),
+    "a computation in words": (of_header(computation="usual"), "computation must be dict"),
     "no weights": (of_header(weights=None), "weights must be str"),
     "a configuration in words": (of_header(configuration="large"), "configuration must be dict"),
     "a number as family": (of_header(family=3), "family must be str"),
@@ -304,6 +359,10 @@ FORGED = {
     "a lacking state": (lambda _, tensors: tensors.pop(next(iter(sorted(tensors)))) is None, "lacks|holds"),
     "another state": (lambda _, tensors: tensors.update({"layers.9.x": torch.zeros(1)}), r"holds layers\.9\.x"),
     "whole numbers": (of_state(lambda state: state.to(torch.int8)), "must have shape .* got .* torch.int8"),
+    "another kind of number": (
+        of_state(lambda state: state.to(torch.float8_e4m3fn)),
+        "must have shape .* got .* torch.float8_e4m3fn|numbers, got .* torch.float8_e4m3fn",
+    ),
     "NaN": (of_state(lambda state: state * torch.nan), "holds NaN"),
     "another shape": (of_state(lambda state: state[..., :-1]), "must have shape"),
     "another rank": (of_state(lambda state: state[..., None]), "must have shape"),

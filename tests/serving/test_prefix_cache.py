@@ -1,16 +1,18 @@
 """A cache of states by prefix: what it gives is what reading everything gives, and only what is new is read."""
 
+import gc
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation import BaseStreamer
 
+from hf_hybrid_ssm.models.prefix_reading import say_once
 from hf_hybrid_ssm.serving import PrefixCache
 from tests.models.invariances import random_ids
-from tests.tiny_models import VARIANTS, language_model, own_language_model
+from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
 from tests.weight_changes import WAYS
 
 # one of each family, and the one with transformers' own cache layer
@@ -166,6 +168,7 @@ def test_adapters_that_are_switched_read_the_text_anew():
     ids = random_ids(model, 1, 15)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False))
     wrapped.add_adapter("other", peft.LoraConfig(init_lora_weights=False))
+    wrapped.eval()
     for adapter in ("default", "other"):
         wrapped.set_adapter(adapter)
         assert check_same(wrapped, ids, cache)[1] == 15
@@ -173,6 +176,81 @@ def test_adapters_that_are_switched_read_the_text_anew():
         assert check_same(wrapped, ids, cache)[1] == 15
     wrapped.set_adapter("default")
     assert check_same(wrapped, ids, cache)[1] == 1
+
+
+# -- what nothing says of a model, and what only a whole reading gives ------------------------------------------------
+
+
+def by_hook(model):
+    model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: -2 * output)
+
+
+def by_forward(model):
+    first, forward = model.get_decoder().layers[0], model.get_decoder().layers[0].forward
+    first.forward = lambda *args, **kwargs: -2 * forward(*args, **kwargs)
+
+
+ASIDE = {
+    "a forward hook of model.layers.0 may change states": by_hook,
+    "another forward of model.layers.0 may change states": by_forward,
+    "the model is in training mode": lambda model: model.get_decoder().norm.train(),  # of one module
+}
+
+
+@pytest.mark.parametrize("variant", SOME)
+@pytest.mark.parametrize("reason", ASIDE)
+def test_it_steps_aside_and_says_so_once(reason, variant, caplog, monkeypatch):
+    """Given to a call, and where the process has one. Nothing of the call is kept, and nothing of before is taken."""
+    say_once.cache_clear()
+    model, cache = in_float64(variant), PrefixCache(every=4)
+    ids = random_ids(model, 1, 15)
+    before = check_same(model, ids, cache)[0]
+    ASIDE[reason](model)
+    held = len(cache)
+    for _ in range(2):
+        after, read = check_same(model, ids, cache)
+        assert read == 0 and len(cache) == held
+        monkeypatch.setenv(VARIABLE, "20000000")
+        answered(model, ids)
+        monkeypatch.delenv(VARIABLE)
+    assert torch.equal(after, before) == ("training" in reason)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_hidden_states_are_those_of_all_tokens(variant, caplog):
+    say_once.cache_clear()
+    model, cache = in_float64(variant), PrefixCache(every=4)
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, cache)
+    outputs = [answered(model, ids, given, output_hidden_states=True) for given in (cache, None)]
+    for found, expected in zip(outputs[0].hidden_states, outputs[1].hidden_states, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert outputs[0].hidden_states[0][-1].shape[1] == 15
+    assert "output_hidden_states=True is of all tokens" in caplog.text
+    assert check_same(model, ids, cache)[1] == 1  # transformers' hooks stay behind, and are known
+
+
+def test_attention_weights_are_those_of_all_tokens():
+    config = config_of("longhorn + full attention", block_types=["full_attention"] * 3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids, cache = random_ids(model, 1, 9), PrefixCache()
+    for _ in range(2):
+        weights = answered(model, ids, cache, output_attentions=True).attentions[0][0]
+        assert weights.shape[-2:] == (9, 9)
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_a_changed_attribute_reads_the_text_anew(variant):
+    model, cache = in_float64(variant), PrefixCache()
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, cache)
+    norm = next(module for name, module in model.get_decoder().layers.named_modules() if name.endswith("norm"))
+    norm.eps, before = 1.0, norm.eps
+    assert check_same(model, ids, cache)[1] == 15
+    norm.eps = before
+    assert check_same(model, ids, cache)[1] == 1
 
 
 def test_virtual_tokens_are_refused():
@@ -216,6 +294,19 @@ def test_it_holds_what_it_says_and_stays_within_its_bytes(variant):
     too_small = PrefixCache(1)
     assert check_same(model, ids, too_small)[1] == 24 == check_same(model, ids, too_small)[1]
     assert len(too_small) == 0 == too_small.num_bytes
+
+
+def test_what_is_held_beside_tensors_ends_at_the_bound(tmp_path):
+    """Of many texts, also in a folder: the bound is reached soon, and after that no object is left behind."""
+    model, counts = in_float64("longhorn"), []
+    cache = PrefixCache(60_000, folder=tmp_path, max_folder_bytes=60_000)
+    for seed in range(48):
+        answered(model, random_ids(model, 1, 9, seed=seed), cache, tokens=2)
+        if seed % 16 == 15:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+            assert 45_000 < cache.num_bytes <= 60_000
+    assert counts[2] - counts[1] < 16, counts  # less than one for each text
 
 
 def test_the_least_recently_used_goes_first():

@@ -1,14 +1,17 @@
 """A cache of prefixes with a folder: what one process has read, another one does not read again."""
 
+import json
 import os
+import struct
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from hf_hybrid_ssm.serving import PrefixCache, load_context, prefix_folder
+from hf_hybrid_ssm.serving import PrefixCache, load_context, prefix_folder, save_context
 from tests.models.invariances import random_ids
 from tests.serving.test_prefix_cache import SOME, answered, check_same, in_float64
 from tests.tiny_models import VARIANTS, language_model
@@ -55,23 +58,89 @@ def test_other_weights_do_not_take_them(tmp_path):
     assert check_same(in_float64("lmu-isa"), ids, cache)[1] == 15
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def file_of(kind: str, shape: list[int], size: int) -> bytes:
+    """A safetensors file of tokens of any kind."""
+    header = json.dumps({"tokens": {"dtype": kind, "shape": shape, "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size)
+
+
+def changed(content: bytes) -> bytes:
+    place = 8 + int.from_bytes(content[:8], "little") + 16  # in a state; the ids come last
+    return content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :]
+
+
+DAMAGES = {
+    "cut": lambda content: content[:-100],
+    "changed": changed,
+    "empty": lambda content: b"",
+    "noise": lambda content: bytes(range(256)) * 9,
+    "a header alone": lambda content: content[: 8 + int.from_bytes(content[:8], "little")],
+    "no tokens": lambda content: file_of("I32", [1, 0], 0),
+    "another name": lambda content: file_of("I32", [1, 9], 36).replace(b"tokens", b"tokenz"),
+    "a row of tokens": lambda content: file_of("I32", [9], 36),
+    "rows of tokens": lambda content: file_of("I32", [2, 9], 72),
+    "a number": lambda content: file_of("I32", [], 4),
+}
+SIZES = {"F4": 8, "F8_E4M3": 16, "BOOL": 16, "U8": 16, "BF16": 32, "F32": 64, "I64": 128, "C64": 128}  # of 16 tokens
+DAMAGES |= {f"tokens of {kind}": lambda _, kind=kind: file_of(kind, [1, 16], SIZES[kind]) for kind in SIZES}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_once_and_another_serves(damage, tmp_path):
     model = in_float64("longhorn")
     ids = random_ids(model, 1, 15)
     answer, _ = check_same(model, ids, PrefixCache(folder=tmp_path))
     _, last = files(tmp_path)
-    content = last.read_bytes()
-    place = 8 + int.from_bytes(content[:8], "little") + 16  # in a state; the ids come last
-    changed = content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :]
-    last.write_bytes({"cut": content[:-100], "empty": b"", "changed": changed}[damage])
+    last.write_bytes(DAMAGES[damage](last.read_bytes()))
     cache = PrefixCache(folder=tmp_path)
-    with pytest.warns(UserWarning, match=f"{last.name} does not serve"):
+    with pytest.warns(UserWarning, match=f"{last.name} does not serve") as said:
         assert check_same(model, answer, cache)[1] == answer.shape[1] - 14
+    assert len(said) == 1 and "\n" not in str(said[0].message)
     cache.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         answered(model, answer, cache)
+
+
+FOREIGN = {
+    "a longer text than its states": lambda model, ids: (ids[:, :12], ids, {}),
+    "padding": lambda model, ids: (ids, ids, {"attention_mask": (torch.arange(ids.shape[1]) > 1).long()[None]}),
+    "documents": lambda model, ids: (ids, ids, {"seq_idx": (torch.arange(ids.shape[1]) // 5).int()[None]}),
+}
+
+
+@pytest.mark.parametrize("variant", SOME)
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.filterwarnings("ignore:layers .* keep the keys")
+def test_a_context_of_something_else_does_not_serve(kind, variant, tmp_path):
+    """Whole, and of this model: but not of all the tokens that it names, read as a text alone."""
+    model = in_float64(variant)
+    ids = random_ids(model, 1, 15)
+    answer, _ = check_same(model, ids, PrefixCache(folder=tmp_path))
+    _, last = files(tmp_path)
+    length, *_ = (context := load_context(last, model)).tokens.shape[1:]
+    read, text, options = FOREIGN[kind](model, context.tokens)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(read, past_key_values=cache, use_cache=True, **options)
+    given = {name: value for name, value in options.items() if name == "attention_mask"}
+    save_context(cache, last, model, tokens=text, overwrite=True, **given)
+    with pytest.warns(UserWarning, match=f"{last.name} does not serve: it is no text of {length} tokens"):
+        assert check_same(model, answer, PrefixCache(folder=tmp_path))[1] == answer.shape[1] - 14
+
+
+@pytest.mark.filterwarnings("ignore:.* was not written")
+def test_links_and_folders_are_passed_over(tmp_path):
+    model = in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, PrefixCache(folder=tmp_path / "states"))
+    first, last = files(tmp_path / "states")
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    last.unlink()
+    last.mkdir()
+    assert check_same(model, ids, PrefixCache(folder=tmp_path / "states"))[1] == 15
+    assert first.is_symlink() and last.is_dir()
 
 
 def test_the_least_recently_used_are_deleted_and_nothing_of_the_users(tmp_path):
@@ -94,6 +163,31 @@ def test_the_least_recently_used_are_deleted_and_nothing_of_the_users(tmp_path):
     assert len(files(tmp_path)) == 4 and all(path.stat().st_size == 100_000 for path in own)
     answered(model, three, PrefixCache(folder=tmp_path, max_folder_bytes=size // 4))
     assert files(tmp_path) == []
+
+
+def test_a_file_that_served_is_used(tmp_path):
+    """Also where it is not written again: an answer that a longer text goes on from."""
+    model = in_float64("longhorn")
+    answer, _ = check_same(model, random_ids(model, 1, 9), PrefixCache(folder=tmp_path))
+    prompt, served = files(tmp_path)
+    for path in (prompt, served):
+        os.utime(path, (1000, 1000))
+    more = torch.cat([answer, random_ids(model, 1, 4, seed=1)], 1)
+    assert check_same(model, more, PrefixCache(folder=tmp_path), attention_mask=torch.ones_like(more))[1] == 5
+    assert prompt.stat().st_mtime == 1000 < served.stat().st_mtime
+
+
+def test_a_folder_that_may_not_be_written_still_serves(tmp_path, monkeypatch):
+    model = in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, PrefixCache(folder=tmp_path))
+
+    def refused(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(prefix_folder.os, "utime", refused)
+    with pytest.warns(UserWarning, match="was not written: .*not permitted"):
+        assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 1
 
 
 def test_a_file_that_goes_while_it_is_wanted(tmp_path, monkeypatch):

@@ -33,15 +33,13 @@ class GenerationFromPrefixes(GenerationOfRowsThatEnd):
         shared = None if find is None else find()
         reason = None if shared is None else shared.why_not(self, args, kwargs)
         if reason is not None:
-            _say_once(reason)
+            say_once(reason)
         if shared is None or reason is not None:
             return generate(*args, **kwargs)
         return shared.generate(self, generate, args, kwargs)
 
 
 @lru_cache(maxsize=64)
-def _say_once(reason: str) -> None:
-    """In a server nobody sees an error, and a text that is read anew looks like any other."""
-    logger.warning(
-        "prefix_cache of this process does not serve a call of generate, which reads its whole text: %s", reason
-    )
+def say_once(reason: str) -> None:
+    """Warn that a cache of prefixes steps aside: a text that is read anew looks like any other."""
+    logger.warning("prefix_cache does not serve a call of generate, which reads its whole text: %s", reason)

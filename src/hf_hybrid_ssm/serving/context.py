@@ -3,9 +3,10 @@
 A recurrent state has one size, however long the text: kilobytes to a few megabytes. Reading a book once, saving what
 is left of it, and continuing a hundred times gives what reading it a hundred times would give, to rounding.
 
-The file is safetensors. Its header names the family, the configuration, the weights (by a fingerprint), the dtype and
-the number of tokens; a context of another model is refused, and so is a damaged file. A digest covers header and
-tensors. Anybody can compute it: it guards against damage, and not against whoever can write the file.
+The file is safetensors. Its header names the model (`serving.model_identity`: family, dtype, configuration, weights by
+a fingerprint, adapters) and the number of tokens; a context of another model is refused, and so is a damaged file. A
+digest covers header and tensors. Anybody can compute it: it guards against damage, and not against whoever can write
+the file.
 """
 
 import hashlib
@@ -21,16 +22,17 @@ from safetensors.torch import save_file
 from transformers import Cache, DynamicCache
 
 from hf_hybrid_ssm.hub.fingerprint import bytes_of
+from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
-from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
+from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
-FORMAT, VERSION = "hf_hybrid_ssm.context", 2
+FORMAT, VERSION = "hf_hybrid_ssm.context", 3
 
 
 class Context(NamedTuple):
@@ -74,7 +76,7 @@ def save_context(
     Args:
         cache: after at least one token.
         path: the file to write.
-        model: which has read the tokens.
+        model: which has read the tokens, with the adapters that it had while it read them.
         tokens: (B, T) int, the text so far, T ≥ the tokens in the cache. `generate` asks for it to continue (and uses
             it, for a repetition penalty or prompt lookup); four bytes a token.
         attention_mask: (B, T), 1 for text and 0 for padding.
@@ -87,7 +89,7 @@ def save_context(
         FileExistsError: there is such a file, and `overwrite` is not set.
         OSError: the file cannot be written, or not all of it; what was there stays.
         ValueError: the cache is empty, of another model, holds NaN, or is static with room for all keys; tokens or
-            mask of another shape.
+            mask of another shape; code that no file can name runs in the model's forward (a hook, another `forward`).
         TypeError: the cache is that of an encoder-decoder, or not a cache.
 
     Warns:
@@ -98,7 +100,7 @@ def save_context(
         raise FileExistsError(f"{path} exists: choose another name, or allow overwriting.")
     text = {"tokens": tokens, "attention_mask": attention_mask}
     given = {name: value for name, value in text.items() if value is not None}
-    size = write_context(cache, path, model, weights_fingerprint(model), given)
+    size = write_context(cache, path, model, _nameable(model), given)
     if growing := growing_layers(model):
         warnings.warn(
             f"layers {growing} keep the keys and values of all tokens: the context of {int(cache.get_seq_length()):,} "
@@ -108,11 +110,11 @@ def save_context(
     return size
 
 
-def write_context(cache: Cache, path: Path, model: Any, weights: str, text: States) -> int:
+def write_context(cache: Cache, path: Path, model: Any, identity: dict[str, Any], text: States) -> int:
     """`save_context` over what is there, without a warning.
 
     Args:
-        weights: `weights_fingerprint` of the model, for who knows it already.
+        identity: `model_identity` of the model, and its `weights_fingerprint` as "weights".
         text: "tokens" and "attention_mask", as far as they are saved.
     """
     tensors = _held(cache, model)
@@ -124,7 +126,7 @@ def write_context(cache: Cache, path: Path, model: Any, weights: str, text: Stat
             f"the cache is static, and layers {growing} reserve room in it for the keys of all tokens: "
             "read the text with `DynamicCache(config=model.config)`."
         )
-    header = _identity(model, weights) | {"num_tokens": num_tokens}
+    header = identity | {"num_tokens": num_tokens}
     check_tensors(path, tensors, num_tokens, model)
     written = json.dumps(header | {"content": _digest(header, tensors)})
     return _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": written})
@@ -145,13 +147,15 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
 
     Args:
         path: the file.
-        model: of the same family, configuration, weights and dtype as the one that read the text, on any device.
+        model: of the same family, configuration, weights and dtype as the one that read the text, on any device, with
+            the same adapters switched on as then.
         cache: an empty cache to fill, such as a `StaticCache`; by default a `DynamicCache`.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, is not a context, or is that of another model; or `cache` is not
-            empty, or reserves room for the keys of all tokens.
+            empty, or reserves room for the keys of all tokens; or code that no file can name runs in the model's
+            forward.
     """
     path = Path(path)
     header, tensors = _read(path)
@@ -211,14 +215,13 @@ def _of_text(name: str, value: torch.Tensor, batch: int, num_tokens: int) -> tor
     return value.detach().cpu().to(DTYPES[name])
 
 
-def _identity(model: Any, weights: str) -> dict[str, Any]:
+def _nameable(model: Any) -> dict[str, Any]:
     """What a context is bound to."""
-    return {
-        "family": model.config.model_type,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "configuration": architecture(model.config),
-        "weights": weights,
-    }
+    if (code := unknown_code(model)) is not None:
+        raise ValueError(
+            f"{code} may change what the model computes, and no context can name it: take it away to save or load one."
+        )
+    return model_identity(model) | {"weights": weights_fingerprint(model)}
 
 
 def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
@@ -233,19 +236,23 @@ def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
         then = without_removed_fields(config.model_type, header["configuration"], is_saved=True)
     except ValueError as error:
         raise ValueError(f"{path} was read with {error}") from error
-    now = architecture(config)
-    for name in sorted(then.keys() | now.keys()):
-        if then.get(name) != now.get(name):
-            raise ValueError(f"{path} was read with {name}={then.get(name)}, this model has {name}={now.get(name)}.")
-    dtype = str(model.dtype).removeprefix("torch.")
-    if header["dtype"] != dtype:
-        raise ValueError(f"{path} was read in {header['dtype']}, this model computes in {dtype}.")
-    weights = weights_fingerprint(model)
-    if header["weights"] != weights:
+    now = _nameable(model)
+    _refuse_difference(path, then, now["configuration"])
+    _refuse_difference(path, header["computation"], now["computation"])
+    if header["dtype"] != now["dtype"]:
+        raise ValueError(f"{path} was read in {header['dtype']}, this model computes in {now['dtype']}.")
+    if header["weights"] != now["weights"]:
         raise ValueError(
             f"{path} was read by other weights (fingerprint {header['weights'][:12]}, this model's are "
-            f"{weights[:12]})."
+            f"{now['weights'][:12]})."
         )
+
+
+def _refuse_difference(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            values = f"{name}={then.get(name)}, this model has {name}={now.get(name)}."
+            raise ValueError(f"{path} was read with {in_one_line(values)}")
 
 
 def _digest(header: dict[str, Any], tensors: States) -> str:

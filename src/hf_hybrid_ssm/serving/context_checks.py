@@ -10,7 +10,10 @@ from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.serving.state_layout import StateLayout, StateSpec, layout_without_running
 
 DTYPES = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
-HEADER = {"family": str, "dtype": str, "configuration": dict, "weights": str, "num_tokens": int, "content": str}
+# the width of a floating-point state depends on autocast and on the kernels that ran
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HEADER = {"family": str, "dtype": str, "configuration": dict, "computation": dict, "weights": str, "num_tokens": int}
+HEADER |= {"content": str}
 NOTES = ("packing_state.", "unkept.")
 """Of documents and padding, where there were some, integers and flags; the latter are a layer's `not_cached`."""
 
@@ -76,8 +79,7 @@ def _check_state(path: Path, name: str, tensor: torch.Tensor, batch: int, state:
         have == size or (grows is not None and axis > 0 and have <= grows)
         for axis, (have, size) in enumerate(zip(tensor.shape, wanted))
     )
-    # the width of a floating-point state depends on autocast and on the kernels that ran
-    kind = tensor.is_floating_point() if state.dtype.is_floating_point else tensor.dtype == state.dtype
+    kind = tensor.dtype in FLOATS if state.dtype.is_floating_point else tensor.dtype == state.dtype
     if not same or not kind or batch < 1:
         raise ValueError(f"{path}: {name} must have shape {wanted} and dtype {state.dtype}, got {_shown(tensor)}.")
 
@@ -85,7 +87,7 @@ def _check_state(path: Path, name: str, tensor: torch.Tensor, batch: int, state:
 def _check_keys(path: Path, name: str, tensor: torch.Tensor, batch: int, num_tokens: int, model: Any) -> None:
     config = model.config
     wanted = (batch, config.num_key_value_heads, num_tokens, config.head_dim)
-    if tuple(tensor.shape) != wanted or not tensor.is_floating_point() or batch < 1:
+    if tuple(tensor.shape) != wanted or tensor.dtype not in FLOATS or batch < 1:
         raise ValueError(
             f"{path}: {name} must have shape (batch, heads, tokens, channels) = {wanted} and hold floating-point "
             f"numbers, got {_shown(tensor)}."

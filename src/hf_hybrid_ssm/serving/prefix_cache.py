@@ -7,6 +7,7 @@ answer differently from how it was generated goes back to the copy before the fi
 """
 
 import copy
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -19,9 +20,10 @@ import torch
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.prefix_reading import say_once
+from hf_hybrid_ssm.serving.model_identity import identity_now
 from hf_hybrid_ssm.serving.prefix_folder import PrefixFolder
 from hf_hybrid_ssm.serving.prefix_request import Request
-from hf_hybrid_ssm.serving.weights_mark import weights_mark
 
 VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE"
 FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
@@ -30,9 +32,9 @@ DEFAULT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The states after `tokens` (T,) int64 on the CPU, by the weights of `mark`. Nobody writes to them."""
+    """The states after `tokens` (T,) int64 on the CPU, by the model of `identity`. Nobody writes to them."""
 
-    mark: tuple[Any, ...]
+    identity: str
     tokens: torch.Tensor
     cache: Cache
     num_bytes: int
@@ -47,8 +49,11 @@ class PrefixCache:
     >>> model.generate(ids, prefix_cache=prefix_cache)
     ```
 
-    Texts are those without it, to rounding. States belong to the weights that they were made with: after a training
-    step, with another adapter or another model a text is read anew. Threads may share one.
+    Texts are those without it, to rounding. States belong to the model that they were made with
+    (`serving.model_identity`): after a training step, with another adapter, a changed attribute or another model a
+    text is read anew. Where nothing says what a model computes (hooks, another `forward`, training mode), and where a
+    call asks for what only a whole reading gives (`output_hidden_states`), it steps aside, and says so once. Threads
+    may share one.
 
     Args:
         max_bytes: of all tensors that it holds: states, and eight bytes a token for the ids. Layers with full
@@ -81,7 +86,7 @@ class PrefixCache:
         self.max_bytes, self.every = max_bytes, every
         self.tokens_read = self.tokens_reused = 0
         self._folder = None if folder is None else PrefixFolder(folder, max_folder_bytes)
-        self._snapshots: OrderedDict[tuple[Any, ...], _Snapshot] = OrderedDict()  # the last one was used last
+        self._snapshots: OrderedDict[bytes, _Snapshot] = OrderedDict()  # the last one was used last
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -113,36 +118,39 @@ class PrefixCache:
         request = Request(model, args, kwargs)
         if (reason := request.why_not()) is not None:
             raise ValueError(f"prefix_cache: {reason}.")
-        mark = weights_mark(model)
+        if (reason := request.why_aside()) is not None:
+            say_once(reason)
+            return generate(*args, **kwargs)
+        identity = identity_now(model)
         ids = request.ids
         assert ids is not None  # else there was a reason
-        cache = self._read(model, mark, ids)
-        prompt = self._find(mark, ids[0, :-1].cpu())[0] if self._folder is not None else None
+        cache = self._read(model, identity, ids)
+        prompt = self._find(identity, ids[0, :-1].cpu())[0] if self._folder is not None else None
         criteria = StoppingCriteriaList(request.arguments.get("stopping_criteria") or [])
-        criteria.append(_Copying(self, mark, cache))
+        criteria.append(_Copying(self, identity, cache))
         output = generate(**request.arguments | {CACHE: cache, "stopping_criteria": criteria})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        self._keep(mark, sequences, cache)
+        self._keep(identity, sequences, cache)
         if self._folder is not None:
             if prompt is not None and len(prompt.tokens) == ids.shape[1] - 1:
-                self._folder.write(model, mark, prompt.tokens, prompt.cache)
-            self._folder.write(model, mark, _of(cache, sequences), cache)
+                self._folder.write(model, identity, prompt.tokens, prompt.cache)
+            self._folder.write(model, identity, _of(cache, sequences), cache)
         return output
 
-    def _read(self, model: Any, mark: tuple[Any, ...], ids: torch.Tensor) -> Cache:
+    def _read(self, model: Any, identity: str, ids: torch.Tensor) -> Cache:
         """All of (1, L) but the last token, which `generate` needs for its first logits."""
         tokens = ids[0].cpu()
-        snapshot, shared = self._find(mark, tokens[:-1])
+        snapshot, shared = self._find(identity, tokens[:-1])
         start = 0 if snapshot is None else len(snapshot.tokens)
-        filed = None if self._folder is None else self._folder.longest(model, mark, tokens[:-1], start)
+        filed = None if self._folder is None else self._folder.longest(model, identity, tokens[:-1], start)
         if filed is not None:
             cache, start = filed[0], len(filed[1])
-            self._keep(mark, ids[:, :start], cache)
+            self._keep(identity, ids[:, :start], cache)
         else:
             cache = DynamicCache(config=model.config) if snapshot is None else _copied(snapshot.cache)
         for begin, end in self._pieces(start, shared, len(tokens) - 1):
             model.get_decoder()(ids[:, begin:end], **{CACHE: cache}, use_cache=True)
-            self._keep(mark, ids[:, :end], cache)
+            self._keep(identity, ids[:, :end], cache)
         with self._lock:
             self.tokens_reused += start
             self.tokens_read += len(tokens) - start
@@ -154,31 +162,31 @@ class PrefixCache:
             yield start, stop
             start = stop
 
-    def _find(self, mark: tuple[Any, ...], tokens: torch.Tensor) -> tuple[_Snapshot | None, int]:
+    def _find(self, identity: str, tokens: torch.Tensor) -> tuple[_Snapshot | None, int]:
         """The longest copy that `tokens` begin with, and how many tokens they share with any other text."""
         best, shared = None, 0
         with self._lock:
             for snapshot in self._snapshots.values():
-                if snapshot.mark != mark:
+                if snapshot.identity != identity:
                     continue
                 common = _common_prefix(snapshot.tokens, tokens)
                 shared = max(shared, common)
                 if common == len(snapshot.tokens) and (best is None or common > len(best.tokens)):
                     best = snapshot
             if best is not None:
-                self._snapshots.move_to_end(_key(best.mark, best.tokens))
+                self._snapshots.move_to_end(_key(best.identity, best.tokens))
         return best, shared
 
-    def _keep(self, mark: tuple[Any, ...], ids: torch.Tensor, cache: Cache) -> None:
+    def _keep(self, identity: str, ids: torch.Tensor, cache: Cache) -> None:
         """Copy the states of a cache, whose tokens are the first of `ids` (1, T)."""
         tokens = _of(cache, ids)
-        key = _key(mark, tokens)
+        key = _key(identity, tokens)
         with self._lock:
             if key in self._snapshots:
                 self._snapshots.move_to_end(key)
                 return
         copy = _copied(cache)
-        snapshot = _Snapshot(mark, tokens, copy, sum(map(_bytes, _tensors(copy))) + _bytes(tokens))
+        snapshot = _Snapshot(identity, tokens, copy, sum(map(_bytes, _tensors(copy))) + _bytes(tokens))
         if snapshot.num_bytes > self.max_bytes:
             return
         with self._lock:
@@ -193,12 +201,12 @@ class PrefixCache:
 class _Copying(StoppingCriteria):
     """Stops nothing: called after every token, it copies the states of a long answer now and then."""
 
-    def __init__(self, prefix_cache: PrefixCache, mark: tuple[Any, ...], cache: Cache):
-        self.prefix_cache, self.mark, self.cache = prefix_cache, mark, cache
+    def __init__(self, prefix_cache: PrefixCache, identity: str, cache: Cache):
+        self.prefix_cache, self.identity, self.cache = prefix_cache, identity, cache
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if int(self.cache.get_seq_length()) % self.prefix_cache.every == 0:
-            self.prefix_cache._keep(self.mark, input_ids, self.cache)
+            self.prefix_cache._keep(self.identity, input_ids, self.cache)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -207,8 +215,8 @@ def _of(cache: Cache, ids: torch.Tensor) -> torch.Tensor:
     return ids[0, : int(cache.get_seq_length())].cpu().clone()
 
 
-def _key(mark: tuple[Any, ...], tokens: torch.Tensor) -> tuple[Any, ...]:
-    return mark, tokens.numpy().tobytes()
+def _key(identity: str, tokens: torch.Tensor) -> bytes:
+    return hashlib.sha256(identity.encode() + tokens.numpy().tobytes()).digest()
 
 
 def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -1,9 +1,10 @@
 """States of the beginnings of texts in files, so that a conversation goes on after a restart.
 
-Each file is a context (`hf_hybrid_ssm.serving.context`) whose name tells which weights it belongs to; what a file says
+Each file is a context (`hf_hybrid_ssm.serving.context`) whose name tells which model it belongs to; what a file says
 is checked again when it is loaded. Processes may share a folder: files are whole or not there.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -16,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import Cache
 
-from hf_hybrid_ssm.serving.context import load_context, write_context
-from hf_hybrid_ssm.serving.fingerprint import weights_fingerprint
+from hf_hybrid_ssm.serving.context import Context, load_context, write_context
+from hf_hybrid_ssm.serving.model_identity import model_identity, weights_fingerprint
 
-NAME = re.compile(r"prefix-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")  # digests of the weights and of the tokens
+NAME = re.compile(r"prefix-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")  # digests of the model and of the tokens
 
 
 class PrefixFolder:
@@ -39,40 +40,43 @@ class PrefixFolder:
             raise NotADirectoryError(f"folder={str(path)!r} is a file: name a folder, or one that is not there yet.")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tokens: dict[str, torch.Tensor | None] = {}  # of a file; None: it is damaged, which was said once
-        self._weights: tuple[tuple[Any, ...], str] = ((), "")  # mark and fingerprint of the last model
+        self._last: tuple[str, dict[str, Any]] = ("", {})  # the last model as this process and as a file names it
         self._lock = threading.Lock()
 
     def longest(
-        self, model: Any, mark: tuple[Any, ...], tokens: torch.Tensor, longer_than: int
+        self, model: Any, identity: str, tokens: torch.Tensor, longer_than: int
     ) -> tuple[Cache, torch.Tensor] | None:
         """The states of the longest beginning of `tokens` (T,) that has more than so many, and its ids.
 
         Warns:
             UserWarning: a file is damaged; another one serves, or none.
         """
-        group = _group(mark)
-        names = [path.name for path in self._files() if _group_of(path) == group]
+        group = _group(identity)
+        files = self._files()
+        with self._lock:  # of a file that is gone nothing is kept
+            self._tokens = {path.name: self._tokens[path.name] for path in files if path.name in self._tokens}
+        names = [path.name for path in files if _group_of(path) == group]
         found = {name: ids for name in names if (ids := self._ids(name)) is not None}
         fitting = [
             (len(ids), name)
             for name, ids in found.items()
             if longer_than < len(ids) <= len(tokens) and torch.equal(tokens[: len(ids)], ids)
         ]
-        for _, name in sorted(fitting, reverse=True):
+        for length, name in sorted(fitting, reverse=True):
             try:
                 context = load_context(self.path / name, model)
-                os.utime(self.path / name)
+                _check_plain(context, length)
             except FileNotFoundError:  # another process needed its bytes
                 continue
             except (OSError, ValueError) as error:
                 self._is_damaged(name, error)
                 continue
-            ids = found[name]
-            assert ids is not None
-            return context.cache, ids
+            with contextlib.suppress(OSError):  # it is gone, or is somebody else's
+                os.utime(self.path / name)
+            return context.cache, found[name]
         return None
 
-    def write(self, model: Any, mark: tuple[Any, ...], tokens: torch.Tensor, cache: Cache) -> None:
+    def write(self, model: Any, identity: str, tokens: torch.Tensor, cache: Cache) -> None:
         """The states after `tokens` (T,); a file that is there is marked as used.
 
         Warns:
@@ -80,29 +84,31 @@ class PrefixFolder:
         """
         if len(tokens) == 0:
             return
-        name = f"prefix-{_group(mark)}-{_digest(tokens.numpy().tobytes())}.safetensors"
+        name = f"prefix-{_group(identity)}-{_digest(tokens.numpy().tobytes())}.safetensors"
         try:
             if (self.path / name).is_file():
                 os.utime(self.path / name)
                 return
-            weights = self._fingerprint(mark, model)
-            write_context(cache, self.path / name, model, weights, {"tokens": tokens.unsqueeze(0)})
+            named = self._named(identity, model)
+            write_context(cache, self.path / name, model, named, {"tokens": tokens.unsqueeze(0)})
             with self._lock:
                 self._tokens[name] = tokens
             self._delete_the_oldest(name)
         except (OSError, ValueError) as error:  # the answer is there, and must not be lost for it
             warnings.warn(f"{self.path / name} was not written: {error}", stacklevel=2)
 
-    def _fingerprint(self, mark: tuple[Any, ...], model: Any) -> str:
-        """Of weights that have a mark: worked out once, as it takes longer than the mark."""
-        known, weights = self._weights
-        if known != mark:
-            weights = weights_fingerprint(model)
-            self._weights = (mark, weights)
-        return weights
+    def _named(self, identity: str, model: Any) -> dict[str, Any]:
+        """What a file says of the model: worked out once, as a fingerprint takes longer than `identity_now`."""
+        known, named = self._last
+        if known != identity:
+            named = model_identity(model) | {"weights": weights_fingerprint(model)}
+            self._last = (identity, named)
+        return named
 
     def _files(self) -> list[Path]:
-        return [path for path in self.path.iterdir() if _group_of(path) is not None and path.is_file()]
+        """Those of contexts; not a link, which may lead anywhere."""
+        named = (path for path in self.path.iterdir() if _group_of(path) is not None)
+        return [path for path in named if path.is_file() and not path.is_symlink()]
 
     def _ids(self, name: str) -> torch.Tensor | None:
         with self._lock:
@@ -110,10 +116,14 @@ class PrefixFolder:
                 return self._tokens[name]
         try:
             with safe_open(self.path / name, framework="pt") as file:
-                ids = file.get_tensor("tokens")[0].long()
+                tokens = file.get_slice("tokens")
+                shape, dtype = tokens.get_shape(), tokens.get_dtype()
+                if len(shape) != 2 or shape[0] != 1 or shape[1] < 1 or dtype != "I32":
+                    raise ValueError(f"tokens must have shape (1, at least 1) and dtype I32, got {shape} and {dtype}")
+                ids = tokens[:][0].long()
         except FileNotFoundError:
             return None
-        except (SafetensorError, IndexError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             self._is_damaged(name, error)
             return None
         with self._lock:
@@ -141,10 +151,17 @@ class PrefixFolder:
             held -= size
 
 
-def _group(mark: tuple[Any, ...]) -> str:
-    """What the names of all files of these weights have in common."""
-    kind, *rest = mark
-    return _digest(repr((kind.__qualname__, *rest)).encode())
+def _check_plain(context: Context, length: int) -> None:
+    """A ValueError unless it holds a text of so many tokens, without padding and documents, as those written here."""
+    names = ("packing_state", "not_cached")
+    has_notes = any(getattr(layer, name, None) for layer in context.cache.layers for name in names)
+    if context.num_tokens != length or context.attention_mask is not None or has_notes:
+        raise ValueError(f"it is no text of {length} tokens without padding and documents")
+
+
+def _group(identity: str) -> str:
+    """What the names of all files of this model have in common."""
+    return identity[:32]
 
 
 def _group_of(path: Path) -> str | None:

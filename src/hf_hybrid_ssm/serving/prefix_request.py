@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_hybrid_ssm.models.cache_names import NEW, OLD
+from hf_hybrid_ssm.serving.model_identity import unknown_code
 
 SIGNATURE = inspect.signature(GenerationMixin.generate)
 # values that say nothing; any other one is refused
@@ -23,6 +24,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_generate": (None,),
     "assistant_model": (None,),
 }
+# what is returned of every token of the prompt, most of which are not read
+OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 FORBIDDEN = {NEW, OLD, "inputs_embeds", "position_ids"}
 # the tokenizer is for stop strings, and transformers' server always gives it
 KNOWN = {"input_ids", "attention_mask", "tokenizer"}
@@ -58,6 +61,17 @@ class Request:
         if _prepends_virtual_tokens(self.model):
             return "the active adapter begins every text with virtual tokens: use one that changes weights (LoRA)"
         return self._why_not_ids()
+
+    def why_aside(self) -> str | None:
+        """Why this call is to read its whole text, though it could be served; None if it need not."""
+        for name in OF_ALL_TOKENS:
+            if self.value(name):
+                return f"{name}=True is of all tokens"
+        if any(module.training for module in self.model.get_decoder().modules()):
+            return "the model is in training mode, whose states may be random: call model.eval()"
+        if (code := unknown_code(self.model)) is not None:
+            return f"{code} may change states, and states do not show it"
+        return None
 
     def _why_not_ids(self) -> str | None:
         if not isinstance(self.ids, torch.Tensor) or self.ids.dim() != 2 or self.ids.shape[1] == 0:
