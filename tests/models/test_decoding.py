@@ -214,6 +214,29 @@ def test_beams_and_rollback(model):
     close(steps(model, cache, rows[:, PROMPT + 4 :]), model(rows).logits[:, PROMPT + 4 :])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("removed", [1, 3, 8])
+def test_rollback_into_a_forward_of_several_tokens(variant, removed):
+    """What is recomputed is what the kept tokens alone leave behind: every state, and what windows see of it later."""
+    model, ids = own_language_model(variant).double(), text(2, 21)
+    went_back, straight = (DynamicCache(config=model.config) for _ in range(2))
+    went_back.activate_past_recording()
+    with torch.inference_mode():
+        for piece in ids.split([8, 7, 6], 1):
+            model(piece, past_key_values=went_back)
+        went_back.crop(-removed)
+        model(ids[:, :8], past_key_values=straight)
+        model(ids[:, 8 : 21 - removed], past_key_values=straight)
+        for got, want in zip(went_back.layers, straight.layers):
+            assert int(got.get_seq_length()) == int(want.get_seq_length()) == 21 - removed
+            if is_recurrent_state_layer(got):
+                torch.testing.assert_close(got.states, want.states, rtol=1e-9, atol=1e-9)
+        tail = text(2, 14, seed=1)  # beyond every window
+        torch.testing.assert_close(
+            steps(model, went_back, tail), model(torch.cat([ids[:, : 21 - removed], tail], 1)).logits[:, -14:]
+        )
+
+
 @pytest.mark.parametrize("variant", ["longhorn", "bst mf unstructured", "lmu-isa", "spade s4 trained"])
 def test_rollback_keeps_the_gradient_mode_of_what_it_reads_again(variant):
     """A forward with gradients is undone in part and keeps its graph; one without gets none."""
