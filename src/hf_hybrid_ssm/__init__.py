@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {name: family.package for family in FAMILIES for name in family.names}
+    | dict.fromkeys(("HybridStudentConfig", "HybridStudentForCausalLM"), "hf_hybrid_ssm.students")
     | {
         "LowBitConfig": "hf_hybrid_ssm.models.low_bit",
         "register_family": "hf_hybrid_ssm.auto",

@@ -123,12 +123,12 @@ def _register_peft_targets(constants: ModuleType) -> None:
     tables = [table for name, table in vars(constants).items() if name.endswith("_TARGET_MODULES_MAPPING")]
     ia3 = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
     feed_forward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-    for family in FAMILIES:
+    for model_type, peft in [(family.model_type, family.peft) for family in FAMILIES] + [students.OF_PEFT]:
         for table in tables:
             if table.get("llama") == lora["llama"]:
-                table.setdefault(family.model_type, list(family.peft.lora))
-        ia3.setdefault(family.model_type, list(family.peft.ia3))
-        feed_forward.setdefault(family.model_type, list(family.peft.ia3_feed_forward))
+                table.setdefault(model_type, list(peft.lora))
+        ia3.setdefault(model_type, list(peft.ia3))
+        feed_forward.setdefault(model_type, list(peft.ia3_feed_forward))
 
 
 def _code_exporter(config_class: type) -> ModuleType | None:

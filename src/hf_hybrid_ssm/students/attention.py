@@ -69,6 +69,7 @@ class Forward:
         query_scale: (B or 1, L) float32, of queries that see all tokens; None: 1.
         ranks: of the tokens, where windows have sinks.
         angles: (layer type, W) → of the places W + 1 tokens before each token, for constant sinks.
+        sink_keys: layer → a constant sink's keys (B, G, 1, e) there, where one token is read.
     """
 
     rows: PackedRows
@@ -76,6 +77,7 @@ class Forward:
     query_scale: torch.Tensor | None = None
     ranks: Ranks | None = None
     angles: dict[tuple[Any, int], Angles] = field(default_factory=dict)
+    sink_keys: dict[int, torch.Tensor] = field(default_factory=dict)
     _own_document: torch.Tensor | None = field(default=None, repr=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Forward":
@@ -90,6 +92,7 @@ class Forward:
             query_scale=move(self.query_scale),
             ranks=None if self.ranks is None else Ranks(move(self.ranks.values)),
             angles={place: (move(cos), move(sin)) for place, (cos, sin) in self.angles.items()},
+            sink_keys={},
             _own_document=None,
         )
 
@@ -190,10 +193,11 @@ class WindowedAttention(RecurrentMixin):
         options |= {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "ranks": forward.ranks}
         if self.sink == "constant":
             sink: ConstantSink = module.sink
-            options["sink_values"] = sink.value
             if forward.ranks is None or forward.ranks.without_sink(self.left) is not True:
                 angles = None if self.place is None else forward.angles[self.place]
-                inputs.append(sink(module, heads[-3], angles))
+                known = forward.sink_keys.get(self.layer_idx)
+                logits, options["sink_values"] = sink(heads[-3], angles, known)
+                inputs.append(logits)
         return self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
 
     def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
@@ -212,7 +216,7 @@ class WindowedAttention(RecurrentMixin):
             own = s_aux
             if s_aux is not None and len(self.parts) > 1:
                 own = s_aux.unflatten(0, (self.groups, -1))[groups].flatten()
-            is_windowed = window is not ALL_BEFORE
+            is_windowed = window.left is not None
             attend = self._with_first_token if is_windowed and self.sink == "first_token" else self._attend
             output, after = attend(
                 *heads, prefix=prefix, window=window, past=past, rows=rows, s_aux=own,

@@ -223,7 +223,7 @@ def key_value_groups(config: Any) -> int:
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     """All that a configuration of the same class is made of."""
-    ignored = {"architectures", "auto_map", "model_type", "transformers_version"}
+    ignored = {"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"}
     fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
     return copy.deepcopy(fields) | {"attn_implementation": config._attn_implementation}
 

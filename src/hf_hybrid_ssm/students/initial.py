@@ -128,7 +128,7 @@ def init_sinks(student: Any, input_ids: torch.Tensor) -> None:
         place, groups = module.windowed.place, module.windowed.parts[-1][1]
         if place is not None:  # some kinds of rotary positions scale keys as well: once, when the sink is read
             cos, sin = base.angles_at(torch.zeros_like(input_ids[:1]), place[0])
-            key = module.sink.turn(module, key, (1 / cos, sin))
+            key = module.sink.turn(key, (1 / cos, sin))
         module.sink.key.copy_(key.float().mean(0)[groups, 0])
         module.sink.value.copy_(value.float().mean(0)[groups, 0])
 

@@ -9,6 +9,7 @@ their teacher's names.
 
 import inspect
 import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import PREFIX, Forward, Ranks, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_cache, student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
-from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before
+from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
 OF_TEACHER = "teacher"
@@ -135,7 +136,7 @@ class HybridStudentModel(StudentMixin):
             ValueError: the teacher's attention is not what a student needs, or not where the configuration says.
         """
         layers = attention_layers(self.config, self.config.teacher_type)
-        self.places: set[tuple[Any, int]] = set()
+        self.places: dict[tuple[Any, int], list[Any]] = {}  # of constant sinks that are turned, with their layers
         for index, plan in enumerate(self.config.plan.layers):
             if not plan.is_windowed:
                 continue
@@ -159,9 +160,10 @@ class HybridStudentModel(StudentMixin):
         module.windowed = WindowedAttention(index, plan, layer.groups, place)
         if plan.sink == "constant":
             sizes = layer.groups - len(plan.groups), layer.key_size, layer.value_size
-            module.sink = ConstantSink(*sizes, layer.turned or 0)
+            rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+            module.sink = ConstantSink(*sizes, layer.turned or 0, rotate)
         if place is not None:
-            self.places.add(place)
+            self.places.setdefault(place, []).append(module)
 
     def _layer_type(self, index: int) -> str | None:
         """What the teacher's rotary embedding is told of a layer; None if nothing."""
@@ -258,23 +260,26 @@ class HybridStudentModel(StudentMixin):
 
     def _for_sinks(
         self, rows: PackedRows, cache: Cache | None, position_ids: torch.Tensor
-    ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles]]:
-        """`Forward.ranks` and `Forward.angles`."""
+    ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles], dict[int, torch.Tensor]]:
+        """`Forward.ranks`, `Forward.angles` and `Forward.sink_keys`."""
         sinks = {layer.sink for layer in self.config.plan.layers} - {None}
         ranks = Ranks(_ranks(rows, cache, position_ids.device)) if sinks else None
-        angles = {}
-        for place in self.places:
+        angles: dict[tuple[Any, int], Angles] = {}
+        keys: dict[int, torch.Tensor] = {}
+        for place, layers in self.places.items():
             if ranks is None or ranks.without_sink(place[1]) is True:
                 continue
             # both in one call: some kinds of rotary positions choose their frequencies by the largest position
             distance = position_ids.new_full((position_ids.shape[0], 1), place[1] + 1)
             cos, sin = self.angles_at(torch.cat([position_ids, distance], 1), place[0])
             angles[place] = angles_before((cos[:, :-1], sin[:, :-1]), (cos[:, -1:], sin[:, -1:]))
-        return ranks, angles
+            if rows.is_step:
+                keys |= turned_together(layers, angles[place])
+        return ranks, angles, keys
 
     def angles_at(self, position_ids: torch.Tensor, layer_type: str | None) -> Angles:
         """Of the teacher's rotary embedding at the positions (B, L)."""
-        x = self.get_input_embeddings().weight
+        x = torch.empty(0, dtype=self.get_input_embeddings().weight.dtype, device=position_ids.device)
         return self.rotary_emb(x, position_ids, *(() if layer_type is None else (layer_type,)))
 
     def _query_scale(self, position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -320,6 +325,8 @@ class HybridStudentForCausalLM(
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
             fit_cache(cache, self.config)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
     def create_masks_for_generate(
         self,

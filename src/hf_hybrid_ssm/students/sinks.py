@@ -7,7 +7,7 @@ arXiv 2309.17453). A window that has moved on takes that place away. In its stea
     "first_token"   the key and the value of the text's first token, which the cache keeps.
 """
 
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,35 +28,50 @@ class ConstantSink(nn.Module):
 
     Args:
         turned: as of `AttentionLayer`.
+        rotate: `apply_rotary_pos_emb` of the teacher.
     """
 
-    def __init__(self, groups: int, key_size: int, value_size: int, turned: int):
+    def __init__(self, groups: int, key_size: int, value_size: int, turned: int, rotate: Callable | None = None):
         super().__init__()
-        self.turned = turned
+        self.turned, self.rotate = turned, rotate
         self.key = nn.Parameter(torch.zeros(groups, key_size))
         self.value = nn.Parameter(torch.zeros(groups, value_size))
 
-    def forward(self, module: Any, query: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """q·k for queries (B, H, L, e) as `module` has turned them, (B, L, H) in float32 or wider.
+    def forward(
+        self, query: torch.Tensor, angles: Angles | None, turned: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q·k for queries (B, H, L, e) that are turned, (B, L, H) in float32 or wider; and the values.
 
         Args:
-            module: the teacher's attention.
             angles: of the places where the sink is for each query; None where keys are not turned.
+            turned: the keys there, if they are known.
         """
-        key = self.key[None, :, None]
-        if angles is not None:
-            key = self.turn(module, key.expand(angles[0].shape[0], -1, angles[0].shape[1], -1), angles)
-        return products(query, key)
+        if turned is None:
+            key = self.key[None, :, None]
+            turned = key if angles is None else self.turn(key, angles)
+        return products(query, turned), self.value
 
-    def turn(self, module: Any, key: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Keys (B, G, L, e) turned by rotary positions, as `module` does."""
+    def turn(self, key: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Keys (1 or B, G, 1 or L, e) turned by rotary positions, as the teacher does: (B, G, L, e)."""
+        assert self.rotate is not None  # where there are angles
+        key = key.expand(max(key.shape[0], angles[0].shape[0]), -1, angles[0].shape[1], -1)
         part, rest = key[..., : self.turned], key[..., self.turned :]
-        part = sys.modules[type(module).__module__].apply_rotary_pos_emb(part, part, *angles)[1]
+        part = self.rotate(part, part, *angles)[1]
         return part if rest.shape[-1] == 0 else torch.cat([part, rest], -1)
 
     def optimizer_options(self, name: str) -> dict[str, Any]:
         """A sink is not decayed (see `hf_hybrid_ssm.training.optim`)."""
         return {"weight_decay": 0.0}
+
+
+def turned_together(layers: list[Any], angles: Angles) -> dict[int, torch.Tensor]:
+    """Layer → the keys (B, G, L, e) of its constant sink, turned at once for all; nothing where some are in shards or
+    on another device, and have to wait for their layer's forward."""
+    keys = [module.sink.key for module in layers]
+    if any(type(key) is not nn.Parameter or key.device != angles[0].device for key in keys):
+        return {}
+    turned = layers[0].sink.turn(torch.cat(keys)[None, :, None], angles)
+    return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in keys], 1)))
 
 
 def angles_before(angles: Angles, distance: Angles) -> Angles:
@@ -76,6 +91,8 @@ def products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query.device.type):
         by_group = query.to(dtype).unflatten(1, (key.shape[1], -1))
+        if query.shape[2] == 1:  # fewer operations for each token
+            return torch.matmul(by_group.squeeze(3), key.to(dtype).mT).flatten(1).unsqueeze(1)
         return (by_group * key.to(dtype).unsqueeze(2)).sum(-1).flatten(1, 2).transpose(1, 2)
 
 

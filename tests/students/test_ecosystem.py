@@ -1,0 +1,142 @@
+"""What is done with models besides reading and writing texts, with a student of every kind of layer."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+
+import hf_hybrid_ssm
+from tests.students.teachers import student, tokens
+from tests.tiny_models import compiles
+
+KINDS = pytest.mark.parametrize("kind", ["constant", "first_token"])
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+def close(found, wanted, atol=1e-12):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
+
+
+@KINDS
+def test_copies_and_pickles_are_the_same_model(kind):
+    model, ids = student("qwen3", kind), tokens(2, 20)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model) and type(other.config) is type(model.config)
+        assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_auto_classes_know_students(tmp_path):
+    model, ids = student("qwen3", "constant"), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+    named = hf_hybrid_ssm.HybridStudentForCausalLM.from_pretrained(tmp_path)
+    assert type(named) is type(model) and torch.equal(named(ids).logits, model(ids).logits)
+    assert type(hf_hybrid_ssm.HybridStudentForCausalLM(model.config)) is type(model)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    close(eager(ids).logits, model(ids).logits, 1e-5)
+    eager.set_attn_implementation("sdpa")
+    assert torch.equal(eager(ids).logits, model(ids).logits)
+
+
+@KINDS
+def test_training_with_gradient_checkpointing_has_the_same_gradients(kind):
+    gradients = []
+    for checkpointing in (False, True):
+        model, ids = copy.deepcopy(student("qwen3", kind)).train().requires_grad_(True), tokens(2, 20)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            with pytest.raises(ValueError, match="gradient checkpointing"):
+                model(ids, cache=DynamicCache(config=model.config))
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert sum("sink" in name for name in gradients[0]) == (6 if kind == "constant" else 0)
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        close(gradients[1][name], gradient)
+
+
+@KINDS
+def test_a_student_as_an_assistant_goes_back(kind):
+    model, ids = student("llama", kind), tokens(1, 12)
+    other = student("llama", "first_token" if kind == "constant" else "constant")
+    assert torch.equal(model.generate(ids, assistant_model=other, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@KINDS
+def test_weights_may_wait_elsewhere(kind):
+    model, ids = copy.deepcopy(student("qwen3", kind)), tokens(2, 20)
+    cpu_offload(model, torch.device("cpu"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    wanted = student("qwen3", kind)
+    close(model(ids).logits, wanted(ids).logits)
+    assert torch.equal(model.generate(ids, **GREEDY), wanted.generate(ids, **GREEDY))
+
+
+def test_peft_has_defaults():
+    peft = pytest.importorskip("peft")
+    model, ids = student("qwen3", "constant"), tokens(2, 20)
+    for config in (peft.LoraConfig(), peft.IA3Config()):
+        adapted = peft.get_peft_model(copy.deepcopy(model), config)
+        close(adapted(ids).logits, model(ids).logits)
+        assert adapted.get_nb_trainable_parameters()[0] > 0
+
+
+@compiles
+@KINDS
+def test_compiles_into_one_graph(kind):
+    """A prompt, and a token with a static cache."""
+    model, ids = copy.deepcopy(student("qwen3", kind)), tokens(2, 20)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(ids, use_cache=False).logits, model(ids).logits)
+    static, dynamic = StaticCache(config=model.config, max_cache_len=30), DynamicCache(config=model.config)
+    for cache in (static, dynamic):
+        model(ids, cache=cache)
+    for place in (20, 21):
+        token, position = ids[:, :1], torch.tensor([[place]])
+        options = {"inputs_embeds": torch.empty(2, 1, 0, dtype=model.dtype), "position_ids": position}
+        masks = model.create_masks_for_generate(model.config, attention_mask=None, cache=static, **options)
+        options = {"attention_mask": masks, "position_ids": position, "continues_documents": True}
+        close(compiled(token, cache=static, **options).logits, model(token, cache=dynamic).logits)
+
+
+def test_embeddings_and_the_caches_old_name():
+    model, ids = student("qwen3", "constant"), tokens(2, 20)
+    wanted = model(ids).logits
+    close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, wanted)
+    cache = model(ids[:, :9], use_cache=True).cache
+    close(model(ids[:, 9:], past_key_values=cache).logits, wanted[:, 9:])
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"atention_mask": None}, TypeError, "no argument 'atention_mask'. Did you mean 'attention_mask'?"),
+        ({"output_attentions": True}, ValueError, "output_attentions=True cannot be answered"),
+        ({"attention_mask": torch.ones(2, 5)}, ValueError, "attention_mask must have shape"),
+    ],
+)
+def test_what_has_no_effect_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        student("qwen3", "constant")(tokens(2, 20), **options)
+
+
+def test_a_cache_of_another_model_is_refused():
+    model, ids = student("qwen3", "constant"), tokens(2, 20)
+    cache = model(ids, use_cache=True).cache
+    with pytest.raises(ValueError, match="cache has layers"):
+        student("qwen3", "windows")(ids, cache=cache)
+    with pytest.raises(ValueError, match="batch of 2"):
+        model(ids[:1], cache=cache)
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.generate_batch([[1, 2]])
+
+
+def test_attention_weights_where_all_layers_are_kept():
+    model = copy.deepcopy(student("qwen3", "kept"))
+    model.set_attn_implementation("eager")
+    assert [weights.shape for weights in model(tokens(2, 9), output_attentions=True).attentions] == [(2, 4, 9, 9)] * 4
