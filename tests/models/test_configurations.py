@@ -152,6 +152,34 @@ def test_layer_types_are_another_name_of_block_types():
             LonghornConfig(**own, **fields)
 
 
+@pytest.mark.parametrize("config_class", CLASSES)
+def test_what_follows_from_fields_is_not_set(config_class, tmp_path):
+    """Nor swallowed: its value is taken as said again, another one is refused by name."""
+    config = config_class()
+    config.save_pretrained(tmp_path)
+    ours = [kind for kind in config_class.__mro__ if kind.__module__.startswith("hf_hybrid_ssm.")]
+    names = {name for kind in ours for name, value in vars(kind).items() if isinstance(value, property)}
+    assert ("intermediate_size" in names) == (config_class is LonghornConfig) and "layer_types" in names
+    for name in names:
+        fields = {name: getattr(config, name)}
+        assert config_class(**fields).to_dict() == config.to_dict(), name
+        if name == "layer_types" and config_class is LonghornConfig:
+            continue  # another name of a field
+        with pytest.raises(ValueError, match=f"{name}=7 cannot be set: it is no field of {config_class.__name__}"):
+            config_class(**{name: 7})
+        with pytest.raises(ValueError, match=f"{name}=7 cannot be set"):
+            config_class.from_pretrained(tmp_path, **{name: 7})
+        with pytest.raises(ValueError, match=f"{name}=7 cannot be set"):
+            setattr(config, name, 7)
+
+
+def test_the_width_of_a_block_names_what_to_set_instead():
+    with pytest.raises(ValueError, match=r"intermediate_size=64 .*here 1536\..*`expand .*`mlp_intermediate_size`"):
+        LonghornConfig(intermediate_size=64)
+    with pytest.raises(TypeError, match="layer_types must be a list of names, got 3"):
+        LonghornConfig(layer_types=3)
+
+
 def test_rotary_positions_are_asked_for_where_there_are_some():
     assert LonghornConfig(hidden_size=33, num_hidden_layers=2).intermediate_size == 66
     with pytest.raises(ValueError, match="head_dim=33 must be even"):

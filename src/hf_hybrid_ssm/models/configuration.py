@@ -4,6 +4,7 @@ import difflib
 import logging
 import math
 import os
+import reprlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -135,6 +136,8 @@ class HybridConfigMixin:
         _warn_once(f"{type(self).__name__} has no field {name}, and nothing reads it{hint}")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_computed(name, value):
+            return
         super().__setattr__(name, value)
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         if "_following" not in self.__dict__ or name not in fields:  # the former while the fields are first filled
@@ -144,6 +147,23 @@ class HybridConfigMixin:
             if value == fields[name].default:
                 self._following |= {name}
         self._derive()
+
+    def _is_computed(self, name: str, value: Any) -> bool:
+        """Whether `name` is a property that has this value: there is nothing to set.
+
+        Raises:
+            ValueError: the property has another one, which follows from fields.
+        """
+        own = getattr(type(self), name, None)
+        if not isinstance(own, property) or own.fset is not None:
+            return False
+        if (computed := getattr(self, name)) != value:
+            about = " ".join((own.__doc__ or "").split())
+            raise ValueError(
+                f"{name}={reprlib.repr(value)} cannot be set: it is no field of {type(self).__name__} and follows "
+                f"from others, here {reprlib.repr(computed)}.{about and ' ' + about}"
+            )
+        return True
 
     def _derive(self) -> None:
         for name, value in self.derived.items():

@@ -200,6 +200,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         """`block_types` under the name transformers knows, or as the property `layer_types` gives them."""
         if layer_types is None:
             return
+        if not isinstance(layer_types, list | tuple):
+            raise TypeError(f"layer_types must be a list of names, got {layer_types!r}.")
         own_names = {cache_name: block_type for block_type, cache_name in CACHE_LAYER_TYPES.items()}
         block_types = [own_names.get(layer_type, layer_type) for layer_type in layer_types]
         if self.block_types not in (None, block_types):
@@ -246,7 +248,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     @property
     def intermediate_size(self) -> int:
-        """Channels D inside a Longhorn block."""
+        """Channels D inside a Longhorn block, `expand * hidden_size`; a SwiGLU has `mlp_intermediate_size`."""
         return self.expand * self.hidden_size
 
     @property
