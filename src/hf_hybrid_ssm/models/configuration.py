@@ -269,7 +269,7 @@ class HybridConfigMixin:
     @property
     def scales_rope(self) -> bool:
         """Whether the rule of `rope_parameters` refers to `max_position_embeddings`."""
-        return _rope_type(self.rope_parameters) not in ("default", "linear")  # type: ignore[attr-defined]
+        return _rope_type(getattr(self, "rope_parameters", None)) not in ("default", "linear")
 
     def check_rope(self) -> None:
         """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
