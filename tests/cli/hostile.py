@@ -110,6 +110,18 @@ def _long_text(folder: Path, _: Path) -> None:
         file.truncate(2**40)  # takes no room
 
 
+def _templates(folder: Path, outside: Path) -> None:
+    (outside / "templates").mkdir(exist_ok=True)
+    (outside / "templates" / "default.jinja").write_text("s3cret")
+    (folder / "additional_chat_templates").symlink_to(outside / "templates")
+
+
+def _template(folder: Path, outside: Path) -> None:
+    (outside / "private.jinja").write_text("s3cret")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "default.jinja").symlink_to(outside / "private.jinja")
+
+
 GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 INSIDE = "which transformers has inside"
 HOSTILE = (
@@ -119,6 +131,7 @@ HOSTILE = (
     _of_config(INSIDE, _attn_implementation={"": "someone/anything"}),
     _of_config(INSIDE, _attn_implementation="flash_attention_2"),  # which transformers would fetch where it is missing
     _of_config(INSIDE, _experts_implementation="sonicmoe"),
+    _of_config(INSIDE, inner={"attn_implementation": "someone/anything"}),
     _of_config("a part of", attribute_map={"hidden_act": "_attn_implementation"}),
     _of_config("a part of", validate_architecture="x"),
     _of_config("configuration_files", configuration_files=["config.4.0.0.json"]),
@@ -174,5 +187,7 @@ HOSTILE = (
     _link("README.md", "README.md", CHECKING, "leads out of its folder|cannot be read"),
     _link("configuration_longhorn.py", "new.py", CHECKING, "cannot be read"),
     Hostile("results.json is private", _card_from_outside, "results.json.*leads out", CHECKING),
+    Hostile("templates lie elsewhere", _templates, "additional_chat_templates is a link that leads out", CHECKING),
+    Hostile("a template lies elsewhere", _template, "default.jinja is a link that leads out", CHECKING),
     Hostile("notes.json is endless", _long_text, "notes.json has more than", CHECKING),
 )

@@ -1,5 +1,7 @@
 """Teachers on disk: a folder with its tokenizer, and the same Llama as a GGUF file, written by the package `gguf`."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,18 @@ def save_teacher(folder: Path, name: str = "llama", **fields) -> Path:
 def write_gguf(path: Path, quantized: bool = False, **more: Any) -> Path:
     """The same Llama as `save_teacher` writes; for the arguments see `write_model`."""
     return write_model(path, *teacher_and_tokenizer(), quantized=quantized, **more)
+
+
+def in_cache(folder: Path, cache: Path, name: str) -> Path:
+    """The same files as the Hub's cache has them, links to those of their contents; returns their folder."""
+    place, commit = cache / f"models--{name.replace('/', '--')}", "0123456789" * 4
+    blobs, snapshot = place / "blobs", place / "snapshots" / commit
+    for part in (blobs, snapshot, place / "refs"):
+        part.mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        shutil.copy(path, blobs / str(number))
+        link = snapshot / path.relative_to(folder)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot

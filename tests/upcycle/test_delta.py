@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -19,7 +20,7 @@ from hf_hybrid_ssm.hub import card_of_folder, check_contents, check_folder, expo
 from hf_hybrid_ssm.hub.fingerprint import digest_of
 from hf_hybrid_ssm.upcycle import load_teacher_model, new_modules, save_delta, upcycle
 from hf_hybrid_ssm.upcycle.delta import TEACHER, tokenizer_of, write_full
-from tests.upcycle.teacher_files import TEXT, save_teacher, tokenizer_of_tests, write_gguf
+from tests.upcycle.teacher_files import TEXT, in_cache, save_teacher, tokenizer_of_tests, write_gguf
 from tests.upcycle.test_upcycle import SIZES
 
 STUDENTS = {
@@ -114,34 +115,44 @@ def test_where_the_teacher_is_the_user_says(teachers, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"'folder', and nothing outside of the folder .* set {TEACHER}"):
             load("delta")
         same(load("delta", teacher="folder"), student)
-        same(load("delta", teacher="recorded"), student)
         with monkeypatch.context() as patched:
             patched.setenv(TEACHER, str(teachers["folder"]))
             same(load("delta"), student)
             patched.setenv(TEACHER, "recorded")
-            same(load("delta"), student)
             same(load("delta", teacher=teachers["folder"]), student)
-    shutil.rmtree("folder")
-    with pytest.raises(FileNotFoundError, match="there is no such folder or file"):
-        AutoModelForCausalLM.from_pretrained("delta", teacher="recorded")
+            for options in ({}, {"teacher": "recorded"}):
+                with pytest.raises(ValueError, match=r"takes a name on the Hub, and .* 'folder': give its path"):
+                    load("delta", **options)
 
 
 def test_a_recorded_name_of_the_hub_is_asked_for_only_on_the_users_word(teachers, tmp_path, monkeypatch):
-    from hf_hybrid_ssm.upcycle import delta as module
-
+    """And never a path, though one of that name be here."""
     monkeypatch.delenv(TEACHER, raising=False)
+    monkeypatch.chdir(tmp_path)
     student = student_of(teachers["folder"])
-    model = load_teacher_model(teachers["folder"])
-    delta = save_delta(student, tmp_path, "someone/teacher", model=model)
+    delta = save_delta(student, "delta", "someone/teacher", model=load_teacher_model(teachers["folder"]))
     assert delta.teacher == "someone/teacher" and delta.is_on_hub
-    asked = []
-    monkeypatch.setattr(module, "load_teacher_model", lambda name: asked.append(name) or model)
+    shutil.copytree(teachers["untied folder"], "someone/teacher")  # another one
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(OSError, match="'someone/teacher' was not downloaded from the Hub"):
+        AutoModelForCausalLM.from_pretrained("delta", teacher="recorded")
+    in_cache(teachers["folder"], tmp_path / "cache", "someone/teacher")
     with pytest.raises(ValueError, match=r"'someone/teacher'.*on the Hub"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert asked == []
-    same(AutoModelForCausalLM.from_pretrained(tmp_path, teacher="recorded"), student)
-    assert asked == ["someone/teacher"]
-    assert "base_model: someone/teacher" in card_of_folder(tmp_path)
+        AutoModelForCausalLM.from_pretrained("delta")
+    same(AutoModelForCausalLM.from_pretrained("delta", teacher="recorded"), student)
+    assert tokenizer_of("delta", "recorded")(TEXT) == tokenizer_of_tests()(TEXT)
+    assert "base_model: someone/teacher" in card_of_folder("delta")
+
+
+@pytest.mark.parametrize("name", ["../teacher", "/teacher", "a/b/c", "", "someone/..", "https://example.org/a"])
+def test_a_recorded_name_that_the_hub_cannot_have_is_refused(name, teachers, tmp_path):
+    save_delta(
+        student_of(teachers["folder"]), tmp_path, "someone/teacher", model=load_teacher_model(teachers["folder"])
+    )
+    file = tmp_path / "delta.json"
+    file.write_text(file.read_text().replace('"someone/teacher"', json.dumps(name)))
+    with pytest.raises(ValueError, match="is no name on the Hub"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, teacher="recorded")
 
 
 def test_another_teacher_is_refused(teachers, tmp_path):

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from gguf import GGUFReader
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from hf_hybrid_ssm.hub import downloads
 from hf_hybrid_ssm.upcycle import load_teacher, load_teacher_model, loading, upcycle
 from tests.damaged_weights import DAMAGES, damage
-from tests.upcycle.teacher_files import TEXT, save_teacher, teacher_and_tokenizer, write_gguf
+from tests.upcycle.teacher_files import TEXT, in_cache, save_teacher, teacher_and_tokenizer, write_gguf
 
 MESSAGES = [{"role": "user", "content": "one"}]
 
@@ -150,17 +151,53 @@ def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypa
         load_teacher(path)
 
 
-def test_a_name_is_asked_of_the_hub_without_trust(monkeypatch, caplog):
-    asked = []
-    monkeypatch.setattr(
-        AutoConfig,
-        "from_pretrained",
-        lambda name, **given: asked.append((name, given)) or (_ for _ in ()).throw(OSError("offline")),
-    )
-    with pytest.raises(OSError, match="offline"):
-        load_teacher("someone/a-model")
-    assert asked == [("someone/a-model", {"trust_remote_code": False})]
+def test_a_name_on_the_hub_is_the_folder_that_was_downloaded(folder, tmp_path, caplog):
+    in_cache(folder, tmp_path, "someone/a-model")
+    model, tokenizer = load_teacher("someone/a-model", cache_dir=tmp_path)
+    wanted, own = load_teacher(folder)
+    torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    assert tokenizer(TEXT) == own(TEXT) and tokenizer.chat_template == own.chat_template
+    assert model.name_or_path == model.config.name_or_path == tokenizer.name_or_path == "someone/a-model"
     assert "the Hub is asked" in caplog.text and loading.logger.name == caplog.records[0].name
+
+
+def test_what_the_hub_does_not_give_is_one_line(tmp_path):
+    for name in ("someone/a-model", "a-model"):
+        with pytest.raises(OSError, match=f"'{name}' was not downloaded from the Hub") as error:
+            load_teacher(name, cache_dir=tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_weights_are_asked_for_when_all_else_was_checked(folder, tmp_path, monkeypatch):
+    """Texts first; then the weights that the index names, of the same commit, and no other file."""
+    asked = []
+    sharded = tmp_path / "sharded"
+    load_teacher_model(folder).save_pretrained(sharded, max_shard_size="20KB")
+    shutil.copy(folder / "tokenizer.json", sharded)
+    for name in ("code.py", "pytorch_model.bin"):
+        (sharded / name).write_text("never")
+    snapshot = in_cache(sharded, tmp_path / "hub", "someone/a-model")
+    weights = sorted(path.name for path in snapshot.glob("*.safetensors"))
+    given = {path: path.readlink() for path in snapshot.iterdir()}
+
+    def give(name, allow_patterns, **options):
+        asked.append((name, allow_patterns, options))
+        for path, target in given.items():
+            path.unlink(missing_ok=True)
+            if any(path.match(pattern) for pattern in {*allow_patterns, *downloads.TEXTS}):
+                path.symlink_to(target)
+        return str(snapshot)
+
+    monkeypatch.setattr(downloads, "snapshot_download", give)
+    load_teacher("someone/a-model", revision="main")
+    texts = ("someone/a-model", list(downloads.TEXTS), {"revision": "main"})
+    assert asked == [texts, ("someone/a-model", weights, {"revision": snapshot.name})]
+    asked.clear()
+    config = (snapshot / "config.json").resolve()
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
+    with pytest.raises(ValueError, match="hidden_act='gelu'"):
+        load_teacher("someone/a-model", revision="main")
+    assert asked == [texts]
 
 
 def test_code_of_a_folder_is_not_run(folder, tmp_path):
@@ -170,5 +207,5 @@ def test_code_of_a_folder_is_not_run(folder, tmp_path):
     text = (copy / "config.json").read_text()
     text = text.replace('"model_type": "llama"', '"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}')
     (copy / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ValueError, match=r"model_type='new' is not known to transformers\. No code of the folder is"):
         load_teacher(copy)

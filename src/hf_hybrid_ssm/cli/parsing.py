@@ -46,8 +46,8 @@ def add_teacher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher",
         metavar="PATH_OR_NAME",
-        help="teacher of a delta: a folder, a name on the Hub, a GGUF file, or `recorded` for the name that the delta "
-        "gives (default: what HF_HYBRID_SSM_TEACHER says)",
+        help="teacher of a delta: a folder, a name on the Hub, a GGUF file, or `recorded` for the Hub's name that the "
+        "delta gives (default: what HF_HYBRID_SSM_TEACHER says)",
     )
 
 

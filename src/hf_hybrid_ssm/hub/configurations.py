@@ -22,22 +22,29 @@ ARGUMENTS = frozenset({"num_labels", "attn_implementation", "torch_dtype", "rope
 TOKEN_IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
-def config_of_folder(folder: str | os.PathLike) -> PreTrainedConfig:
-    """The configuration of a saved model of this package. No code of the folder runs: transformers looks for code
-    only where it does not know the `model_type`, and such a folder is refused before it is asked.
+def config_of_folder(folder: str | os.PathLike, of_transformers: bool = False) -> PreTrainedConfig:
+    """The configuration of a saved model. No code of the folder runs: transformers looks for code only where it does
+    not know the `model_type`, and such a folder is refused before it is asked.
+
+    Args:
+        of_transformers: of any model that transformers knows; else of this package.
 
     Raises:
         ValueError: config.json is missing, is of another family, or has a field of a wrong type or value.
     """
     where = Path(folder)
     saved, file = read_config(where), where / "config.json"
-    if not isinstance(saved.get("model_type"), str):
+    kind = saved.get("model_type")
+    if not isinstance(kind, str):
         raise ValueError(f"{file} has no model_type, which says whose model this is. No code of the folder is run.")
-    family_of(saved["model_type"])
+    if not of_transformers:
+        family_of(kind)
+    elif kind not in CONFIG_MAPPING:
+        raise ValueError(f"{file}: model_type={kind!r} is not known to transformers. No code of the folder is run.")
     try:
         if "configuration_files" in saved:
             raise ValueError("configuration_files names other files, which transformers would read instead of this")
-        check_saved_configuration(saved, CONFIG_MAPPING[saved["model_type"]])
+        check_saved_configuration(saved, CONFIG_MAPPING[kind])
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         names = config.architectures
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

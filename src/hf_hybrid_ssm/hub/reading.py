@@ -17,8 +17,8 @@ TEXTS = (".json", ".jinja", ".model", ".py", ".txt")
 """What this package or transformers reads as a whole, among the files of a checkpoint."""
 
 
-def check_regular(path: Path) -> None:
-    """The file can be read to its end, and lies in its folder.
+def check_regular(path: Path, folder: Path | None = None) -> None:
+    """The file can be read to its end, and lies in its folder, or in another one whose file it is.
 
     The cache of the Hub is such a folder too: its files are links to those of the same repository.
 
@@ -31,7 +31,7 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is not a regular file, and is not read.")
-    folder, target = path.parent.resolve(), path.resolve()
+    folder, target = (folder or path.parent).resolve(), path.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     if not target.is_relative_to(folder) and not target.is_relative_to(blobs):
         raise ValueError(f"{path} is a link that leads out of its folder, and is not read.")
@@ -91,10 +91,12 @@ def check_readable(folder: Path) -> None:
         ValueError: names the first that does not.
     """
     templates = folder / "additional_chat_templates"
+    if templates.is_dir() and not templates.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{templates} is a link that leads out of its folder, and is not read.")
     for place in (folder, templates) if templates.is_dir() else (folder,):
         for path in sorted(place.iterdir()):
             if path.is_dir():
                 continue
-            check_regular(path)
+            check_regular(path, folder)
             if path.suffix in TEXTS and path.stat().st_size > LARGEST_TEXT:
                 raise ValueError(f"{path} has more than {LARGEST_TEXT:,} bytes, the most that is read of such a file.")

@@ -121,20 +121,36 @@ def tensors_of(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]
     if is_delta(folder):
         read_delta(folder)
         return {DELTA_WEIGHTS: _header(folder / DELTA_WEIGHTS)}
+    files = weight_files(folder)
+    headers = {name: _header(folder / name) for name in files}
+    for name, tensors in files.items():
+        for tensor in tensors:
+            if tensor not in headers[name]:
+                index = weights_name(folder)
+                raise ValueError(f"{folder / name} lacks the tensor {tensor!r} that {index} places there.")
+    return headers
+
+
+def weight_files(folder: Path) -> dict[str, list[str]]:
+    """Weight file → the tensors that an index places there; read without the files, which may still have to be
+    downloaded.
+
+    Raises:
+        ValueError: the index is none, or names a file that is not safetensors of this folder.
+    """
     name = weights_name(folder)
     if not name.endswith(INDEX):
-        return {name: _header(folder / name)}
+        return {name: []}
     index = folder / name
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index} has no weight_map from tensors to files.")
     if outside := sorted({name for name in places.values() if Path(name).name != name}):
         raise ValueError(f"{index} points outside its folder: {outside[0]!r}.")
-    headers = {name: _header(folder / name) for name in sorted(set(places.values()))}
+    files: dict[str, list[str]] = {name: [] for name in sorted(set(places.values()))}
     for tensor, name in places.items():
-        if tensor not in headers[name]:
-            raise ValueError(f"{folder / name} lacks the tensor {tensor!r} that {index.name} places there.")
-    return headers
+        files[name].append(tensor)
+    return files
 
 
 def _check_adapter(folder: Path) -> None:

@@ -55,7 +55,7 @@ def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     if is_delta(where):
         own_tensors(where)
     check_tokenizer(where, config)
-    _check_generation(where)
+    check_generation(where)
     return counts
 
 
@@ -174,9 +174,7 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
             raise ValueError(
                 f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."
             )
-        if not _fits(dtype, wanted.dtype):
-            needed = ", ".join(FLOATING) if wanted.is_floating_point else OTHERS.get(wanted.dtype)
-            raise ValueError(f"{file_of[name]}: {name} has dtype {dtype}, but {architecture} needs {needed}.")
+        check_dtype(file_of[name], name, dtype, wanted.dtype, architecture)
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
 
 
@@ -188,8 +186,12 @@ def _is_ignored(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
-def _check_generation(folder: Path) -> None:
-    """`generate` can be called with the settings of generation_config.json, whose counts memory can hold."""
+def check_generation(folder: Path) -> None:
+    """`generate` can be called with the settings of generation_config.json, whose counts memory can hold.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if not os.path.lexists(folder / GENERATION):
         return
     saved = read_json(folder / GENERATION)
@@ -202,6 +204,13 @@ def _check_generation(folder: Path) -> None:
         raise ValueError(f"{folder / GENERATION}: {in_one_line(error)}") from error
 
 
-def _fits(stored: str, wanted: torch.dtype) -> bool:
-    """Whether numbers of a stored dtype are what a tensor of the model holds: transformers converts any to any."""
-    return stored in FLOATING if wanted.is_floating_point else stored == OTHERS.get(wanted)
+def check_dtype(file: Path, name: str, stored: str, wanted: torch.dtype, model: str) -> None:
+    """Numbers of a stored dtype are of the kind that a tensor of the model holds: transformers converts any to any.
+
+    Raises:
+        ValueError: they are not.
+    """
+    allowed = FLOATING if wanted.is_floating_point else (OTHERS.get(wanted),)
+    if stored not in allowed:
+        needed = ", ".join(map(str, allowed))
+        raise ValueError(f"{file}: {name} has dtype {stored}, but {model} needs {needed}.")

@@ -25,7 +25,7 @@ def check_tokenizer(folder: Path, config: Any) -> None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
-    _check_sizes(file)
+    check_steps(file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
         ids = [*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]]
@@ -39,7 +39,12 @@ def check_tokenizer(folder: Path, config: Any) -> None:
         )
 
 
-def _check_sizes(file: Path) -> None:
+def check_steps(file: Path) -> None:
+    """The steps of a tokenizer.json multiply no text.
+
+    Raises:
+        ValueError: one does, or cannot be read.
+    """
     saved = read_json(file)
     for step in STEPS:
         try:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from hf_hybrid_ssm.hub.one_line import few
+from hf_hybrid_ssm.hub.one_line import few, in_one_line
 
 WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """How the names of tensors begin where a wrapper was saved (DistributedDataParallel, torch.compile, FSDP)."""
@@ -26,10 +27,14 @@ def load_whole(auto_class: Any, source: Any, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: names a tensor that is missing, unexpected or of another shape.
     """
+    reporting = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with _without_report():
-        model, report = auto_class.from_pretrained(
-            source, **options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        )
+        try:
+            model, report = auto_class.from_pretrained(source, **options | reporting)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of converting tensors, in many lines
+            raise ValueError(f"{str(source)!r} cannot be loaded: {in_one_line(error)}") from error
     if wrong := defect_of(report, type(model).__name__):
         raise ValueError(f"{str(source)!r} {wrong}" if source is not None else f"The checkpoint {wrong}")
     return model

@@ -15,7 +15,8 @@ INSIDE = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
 }
-MOST = {"num_hidden_layers": 1024, "num_decoder_layers": 1024, "num_labels": 1 << 16}
+LAYERS = ("num_hidden_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
+MOST = dict.fromkeys(LAYERS, 1024) | {"num_labels": 1 << 16}
 MOST_ENTRIES = 1 << 17  # of a list or an object
 LONGEST = 1 << 16  # letters of a string
 
@@ -25,15 +26,18 @@ def check_saved_configuration(saved: Mapping[str, Any], config_class: type) -> N
     check_sizes(saved)
     fields = {field.name for field in dataclasses.fields(config_class)} | {"model_type"}
     for name, value in without_removed_fields(getattr(config_class, "model_type", ""), saved, is_saved=True).items():
-        check_implementation(name.removeprefix("_").removesuffix("_internal"), value)
+        _check_implementations(name, value)
         known = getattr(config_class, name, None)
         if known is not None and name not in fields and not isinstance(known, property):
             raise ValueError(f"{name} is a part of {config_class.__name__} itself, and no field of a configuration.")
 
 
 def check_sizes(saved: Mapping[str, Any]) -> None:
-    """A ValueError that names the first field of any configuration that is beyond what is read or built."""
+    """A ValueError that names the first field of any configuration, or of one inside of it, that is beyond what is
+    read or built."""
     for name, value in saved.items():
+        if isinstance(value, dict):
+            check_sizes(value)
         most = MOST.get(name)
         if most is not None and isinstance(value, int) and value > most:
             raise ValueError(f"{name}={value} is beyond {most:,}, the most that is built of a saved configuration.")
@@ -41,6 +45,15 @@ def check_sizes(saved: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {len(value):,} entries, and at most {MOST_ENTRIES:,} are read.")
         if isinstance(value, str) and len(value) > LONGEST:
             raise ValueError(f"{name} has {len(value):,} letters, and at most {LONGEST:,} are read.")
+
+
+def _check_implementations(name: str, value: Any) -> None:
+    """`check_implementation` of a saved field, and of those of a configuration inside of it."""
+    chooses = name.removeprefix("_").removesuffix("_internal")
+    check_implementation(chooses, value)
+    if isinstance(value, dict) and chooses not in INSIDE:
+        for inner, chosen in value.items():
+            _check_implementations(inner, chosen)
 
 
 def check_implementation(name: str, value: Any) -> None:

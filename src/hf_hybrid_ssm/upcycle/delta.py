@@ -27,12 +27,12 @@ from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, Delta, is_delta,
 from hf_hybrid_ssm.hub.fingerprint import digest_of, fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.upcycle.loading import load_teacher_model, open_teacher
+from hf_hybrid_ssm.upcycle.loading import TeacherFiles, load_teacher_model, open_teacher
 
 TEACHER = "HF_HYBRID_SSM_TEACHER"
 """The environment variable that says where the teacher is when no argument does."""
 RECORDED = "recorded"
-"""Given as the teacher: the name that the delta gives, on the Hub or beside the delta's folder."""
+"""Given as the teacher: the name on the Hub that the delta gives, and never a path."""
 
 
 def save_delta(
@@ -157,11 +157,11 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
     delta = read_delta(where)
     shapes = check_tensors(where, config_of_folder(where))
     own = own_tensors(where)
-    source = teacher_of(where, teacher)
-    weights = load_teacher_model(source).state_dict()
+    files = teacher_of(where, teacher)
+    weights = load_teacher_model(files).state_dict()
     if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
         raise ValueError(
-            f"teacher={str(source)!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
+            f"teacher={files.source!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
             f"{fingerprint[:16]}, those of {delta.teacher!r} had {delta.fingerprint[:16]}."
         )
     if unknown := sorted(set(delta.carried.values()) - weights.keys()):
@@ -187,23 +187,28 @@ def _with_memory_of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, tor
     return found
 
 
-def teacher_of(folder: Path, teacher: str | os.PathLike | None = None) -> str:
-    """Where the user says that the teacher of a delta is: the argument, else the environment.
+def teacher_of(folder: Path, teacher: str | os.PathLike | None = None) -> TeacherFiles:
+    """The teacher of a delta, where the user says that it is: by the argument, else by the environment.
 
     Raises:
-        ValueError: nobody said it.
+        ValueError: nobody said it, or it was recorded without a name on the Hub; or as of `open_teacher`.
     """
     delta = read_delta(folder)
     source = os.environ.get(TEACHER) if teacher is None else teacher
     if not source:
         raise ValueError(
             f"{str(folder)!r} is a delta of the teacher {delta.teacher!r}, and nothing outside of the folder is read "
-            f"unasked: give teacher=PATH_OR_NAME, or set {TEACHER}; {RECORDED!r} there takes that name, "
-            f"{'on the Hub' if delta.is_on_hub else 'beside the folder'}."
+            f"unasked: give teacher=PATH_OR_NAME, or set {TEACHER}"
+            + (f"; {RECORDED!r} there takes that name, on the Hub." if delta.is_on_hub else ".")
         )
     if str(source) != RECORDED:
-        return str(source)
-    return delta.teacher if delta.is_on_hub else str(folder.resolve().parent / delta.teacher)
+        return open_teacher(source)
+    if not delta.is_on_hub:
+        raise ValueError(
+            f"teacher={RECORDED!r} takes a name on the Hub, and {str(folder)!r} was made of the folder or file "
+            f"{delta.teacher!r}: give its path."
+        )
+    return open_teacher(delta.teacher, on_hub=True)
 
 
 def write_full(
@@ -245,4 +250,4 @@ def tokenizer_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = 
     where = Path(folder)
     if (where / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    return open_teacher(teacher_of(where, teacher)).load_tokenizer()
+    return teacher_of(where, teacher).load_tokenizer()

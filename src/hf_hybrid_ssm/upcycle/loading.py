@@ -2,13 +2,11 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -20,9 +18,10 @@ from transformers import (
 )
 
 from hf_hybrid_ssm.hub.configurations import in_one_line, without_memory
+from hf_hybrid_ssm.hub.downloads import OPTIONS, download_texts, download_weights, is_name
 from hf_hybrid_ssm.hub.gguf_config import config_fields
 from hf_hybrid_ssm.hub.gguf_header import GgufHeader, read_header
-from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
+from hf_hybrid_ssm.hub.verify_others import check_safetensors, check_texts
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.upcycle.fused_teachers import FUSED, check_fused, unfused
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
@@ -38,12 +37,15 @@ class TeacherFiles:
     Attributes:
         source: the folder, name or file, as it was given.
         config: its configuration.
-        header: of a GGUF file; else None.
+        place: the folder, of the Hub's cache for a name; or what stands at the head of a GGUF file.
+        is_on_hub: its weights may still have to be downloaded, with these `options`.
     """
 
     source: str
     config: Any
-    header: GgufHeader | None = None
+    place: Path | GgufHeader
+    is_on_hub: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer with its chat template.
@@ -51,14 +53,16 @@ class TeacherFiles:
         Raises:
             ValueError: there is none, or none that is read.
         """
-        if self.header is not None:
+        if isinstance(self.place, GgufHeader):
             from hf_hybrid_ssm.hub.gguf_tokenizer import tokenizer_of
 
-            return tokenizer_of(self.header)
+            return tokenizer_of(self.place)
         try:
-            return AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(self.place, config=self.config, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare exceptions
             raise ValueError(f"teacher={self.source!r} has no tokenizer: {in_one_line(error)}") from error
+        tokenizer.name_or_path = self.source
+        return tokenizer
 
     def load_model(self, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
         """The model in evaluation mode, each of its weights from the files, and each of theirs in it.
@@ -70,52 +74,71 @@ class TeacherFiles:
         Raises:
             ValueError: names a tensor that is missing, beyond the model, or of another shape.
         """
-        options = {"trust_remote_code": False, "config": self.config} | options
-        if self.header is None:
-            options |= {"dtype": "auto" if dtype is None else dtype}
-            return load_whole(AutoModelForCausalLM, self.source, **options).eval()
-        from hf_hybrid_ssm.hub.gguf_weights import weights_of
-
-        dtype = dtype or torch.float32
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-        empty = without_memory(lambda: model_class(self.config))
-        shapes = {name: value.shape for name, value in empty.state_dict().items()}
-        options |= {"dtype": dtype, "state_dict": weights_of(self.header, self.config, shapes, dtype)}
-        options |= {"generation_config": GenerationConfig.from_model_config(self.config)}
-        model = load_whole(model_class, None, **options)
+        if isinstance(self.place, GgufHeader):
+            model = self._of_gguf(self.place, dtype or torch.float32, options)
+        else:
+            if self.is_on_hub:
+                download_weights(self.source, self.place, **self.options)
+            check_safetensors(self.place, self.config)
+            own = {"config": self.config, "trust_remote_code": False, "use_safetensors": True}
+            own["dtype"] = "auto" if dtype is None else dtype
+            model = load_whole(AutoModelForCausalLM, self.place, **own | options)
         model.name_or_path = model.config.name_or_path = self.source
         return model.eval()
 
+    def _of_gguf(self, header: GgufHeader, dtype: torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+        from hf_hybrid_ssm.hub.gguf_weights import weights_of
 
-def open_teacher(path_or_name: str | os.PathLike) -> TeacherFiles:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        empty = without_memory(lambda: model_class(self.config))
+        shapes = {name: value.shape for name, value in empty.state_dict().items()}
+        own = {
+            "config": self.config,
+            "dtype": dtype,
+            "generation_config": GenerationConfig.from_model_config(self.config),
+        }
+        return load_whole(
+            model_class, None, state_dict=weights_of(header, self.config, shapes, dtype), **own | options
+        )
+
+
+def open_teacher(path_or_name: str | os.PathLike, on_hub: bool = False, **options: Any) -> TeacherFiles:
     """The files of a causal language model, checked, before any of its weights is read.
 
-    No code of the folder or repository is executed. The weights of a GGUF file are unpacked: the model is what that
-    file holds, not what it was quantized from.
+    No code of the folder or repository is executed, nothing that its files name is fetched, nothing outside of it is
+    read, and nothing is unpickled. The model of a GGUF file is what that file holds, not what it was quantized from.
 
     Args:
         path_or_name: a folder, a name on the Hub, or a `.gguf` file (needs the extra `gguf`).
+        on_hub: it is a name on the Hub, and never a path.
+        options: for the Hub: `revision`, `token`, `cache_dir`, `local_files_only`.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
+        OSError: the Hub does not give it.
         ImportError: the package `gguf` is missing.
         ValueError: files are incomplete or say what is not read; names it.
     """
     if not isinstance(path_or_name, str | os.PathLike):
         raise TypeError(f"teacher must be a path or a name on the Hub, not {type(path_or_name).__name__}.")
     path, name = Path(path_or_name), str(path_or_name)
-    if path.is_file() or path.suffix == ".gguf":
+    if not on_hub and (path.is_file() or path.suffix == ".gguf"):
         header = read_header(path)
         fields = config_fields(header)
         header.check_complete()
         return TeacherFiles(name, AutoConfig.for_model(**fields), header)
-    if path.is_dir():
-        _check_folder(path)
-    elif not _can_be_repository(name):
-        raise FileNotFoundError(f"teacher={name!r}: there is no such folder or file.")
-    else:
+    if not on_hub and path.is_dir():
+        _check_has_model(path)
+        config = check_texts(path)
+        check_safetensors(path, config)
+        return TeacherFiles(name, config, path)
+    if not on_hub:
+        if not is_name(name) or ("/" in name and path.parent.is_dir()):
+            raise FileNotFoundError(f"teacher={name!r}: there is no such folder or file.")
         logger.warning("teacher: there is no folder %r here; the Hub is asked for a model of that name.", name)
-    return TeacherFiles(name, AutoConfig.from_pretrained(name, trust_remote_code=False))
+    path = download_texts(name, **options)
+    _check_has_model(path)
+    return TeacherFiles(name, check_texts(path), path, True, options)
 
 
 def load_teacher(
@@ -127,13 +150,13 @@ def load_teacher(
 
     Args:
         teacher: as of `open_teacher`, or what that gives.
-        dtype, options: as of `TeacherFiles.load_model`.
+        dtype, options: as of `TeacherFiles.load_model`; and the options of `open_teacher`.
 
     Raises:
-        FileNotFoundError, ImportError: as of `open_teacher`.
+        FileNotFoundError, OSError, ImportError: as of `open_teacher`.
         ValueError: files are incomplete, no tokenizer is there, or the model cannot be upcycled; says what is wrong.
     """
-    files = _opened(teacher)
+    files, options = _opened(teacher, options)
     tokenizer = files.load_tokenizer()
     return load_teacher_model(files, dtype, **options), tokenizer
 
@@ -142,7 +165,7 @@ def load_teacher_model(
     teacher: str | os.PathLike | TeacherFiles, dtype: torch.dtype | None = None, **options: Any
 ) -> PreTrainedModel:
     """`load_teacher` without the tokenizer."""
-    files = _opened(teacher)
+    files, options = _opened(teacher, options)
     is_fused = files.config.model_type in FUSED
     if is_fused and options.get("device_map") is not None:
         raise ValueError(
@@ -156,28 +179,20 @@ def load_teacher_model(
     return model.eval()
 
 
-def _opened(teacher: str | os.PathLike | TeacherFiles) -> TeacherFiles:
-    """The files of a teacher that can be upcycled, as far as its configuration says."""
-    files = teacher if isinstance(teacher, TeacherFiles) else open_teacher(teacher)
+def _opened(teacher: str | os.PathLike | TeacherFiles, options: dict[str, Any]) -> tuple[TeacherFiles, dict[str, Any]]:
+    """The files of a teacher that can be upcycled, as far as its configuration says; and the options that are left."""
+    of_hub = {name: value for name, value in options.items() if name in OPTIONS}
+    files = teacher if isinstance(teacher, TeacherFiles) else open_teacher(teacher, **of_hub)
     (check_fused if files.config.model_type in FUSED else check_teacher)(files.config)
-    return files
+    return files, {name: value for name, value in options.items() if name not in OPTIONS}
 
 
-def _can_be_repository(name: str) -> bool:
-    """Not a path, by its form or because the folder that it names before the slash is here."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" not in name or not Path(name).parent.is_dir()
-
-
-def _check_folder(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        instead = ""
-        if files := sorted(path.glob("*.gguf")):
-            instead = f"; give one of its GGUF files, such as {str(files[0])!r}"
-        elif (path / "adapter_config.json").is_file():
-            instead = ": it is an adapter; merge it into its model first (merge_and_unload of peft)"
-        raise FileNotFoundError(f"teacher={str(path)!r} holds no config.json{instead}.")
-    check_weights_if_local(path)
+def _check_has_model(path: Path) -> None:
+    if os.path.lexists(path / "config.json"):
+        return
+    instead = ""
+    if files := sorted(path.glob("*.gguf")):
+        instead = f"; give one of its GGUF files, such as {str(files[0])!r}"
+    elif (path / "adapter_config.json").is_file():
+        instead = ": it is an adapter; merge it into its model first (merge_and_unload of peft)"
+    raise FileNotFoundError(f"teacher={str(path)!r} holds no config.json{instead}.")
