@@ -70,6 +70,7 @@ CONTENTS = {
         "Project": ["limits", "troubleshooting", "extending", "reference"],
     },
     "docs/generating": {"": ["batching", "command_line"]},
+    "docs/sharing": {"": ["onnx"]},
     "docs/experiments": {
         "": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]
     },

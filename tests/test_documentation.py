@@ -38,6 +38,9 @@ def test_python_runs(page, tmp_path, monkeypatch):
     """The blocks of a page, one after the other; what is for CUDA, on the CPU where there is none."""
     if "from trl import" in page.read_text(encoding="utf-8"):
         pytest.importorskip("trl")
+    if "import onnxruntime" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     module = ModuleType("documentation")  # which can be imported, as a notebook's `__main__`

@@ -17,8 +17,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer
 from hf_hybrid_ssm.ops.core import dispatch
+from hf_hybrid_ssm.upcycle import upcycle
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.tiny_models import batch_of, shallow_language_model
+from tests.upcycle.test_upcycle import teacher_of
 
 NO_FREE_LENGTH = pytest.mark.limit(
     "torch",
@@ -189,6 +191,29 @@ def test_prefill_of_any_length(row, tmp_path):
         for length in (9, 30, 70):
             other = tuple(tokens.repeat(1, 5)[:, :length] for tokens in ids)
             assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
+
+
+STUDENTS: dict[str, dict[str, Any]] = {
+    "whole layers": {"keep": [1], "others_as": "sliding_attention", "sliding_window": 9},
+    "single groups": {"keep": [(1, 0), (2, 1)], "sliding_window": 9},
+    "windows of a bst": {"family": "bst", "ssm_layers": [], "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", STUDENTS)
+def test_students_of_attention_alone_take_any_rows_and_lengths(kind, exporter, tmp_path):
+    """Traced with a row of several windows, which without a graph is cut into blocks."""
+    teacher, window = teacher_of("llama"), STUDENTS[kind]["sliding_window"]
+    module = Prefill(upcycle(teacher, **STUDENTS[kind])[0]).eval()
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), dispatch.backend("torch"):
+        ids = torch.randint(0, teacher.config.vocab_size, (2, 3 * window), generator=generator)
+        exported = EXPORTERS[exporter](module, (ids,), tmp_path, dynamic_shapes=((free,),))
+        for shape in ((1, 2), (3, 9), (1, 70)):
+            other = torch.randint(0, teacher.config.vocab_size, shape, generator=generator)
+            assert_near(exported(other), module(other), 1e-4, f"logits of {shape}")
 
 
 @rows("longhorn", "bst mf unstructured")

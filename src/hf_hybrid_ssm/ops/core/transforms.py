@@ -15,6 +15,11 @@ def is_transforming() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces; torch 2.6 cannot be asked."""
+    return getattr(torch.compiler, "is_exporting", lambda: False)()
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether `torch.vmap` runs over `tensor`, so that it stands for many values."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.transforms import is_exporting
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
@@ -127,6 +128,11 @@ class Problem:
     def bias_at(self, distance: torch.Tensor) -> torch.Tensor | None:
         """(1, H, Q, K) of distances (Q, K)."""
         return None if self.bias is None else bias_by_distance(self.bias, distance, self.two_sided).unsqueeze(0)
+
+
+def _is_of_any_length(problem: Problem) -> bool:
+    """In an exported graph whose length is free: how many blocks a row has would be a part of the graph."""
+    return is_exporting() and not isinstance(problem.length, int)
 
 
 def _suits_causal_chunks(problem: Problem) -> bool:
@@ -343,6 +349,7 @@ def _capped(
 
 
 STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Tensor]], ...] = (
+    (_is_of_any_length, _dense),
     (_suits_causal_chunks, _by_causal_chunks),
     (_suits_uniform_blocks, _by_uniform_blocks),
     (_is_short, _dense),
