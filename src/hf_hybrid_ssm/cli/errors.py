@@ -43,7 +43,7 @@ def one_line(error: BaseException) -> str:
 
 
 def print_what_can_be_shown() -> None:
-    """A terminal that cannot show a letter (a C locale) gets a question mark for it instead of an error."""
+    """Replace characters that the output's encoding lacks (in a C locale) by `?` instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""Text in Markdown that says what it says, whoever wrote it."""
+"""Escape text for Markdown."""
 
 import re
 

@@ -44,7 +44,7 @@ def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def tables_of(results: Mapping[str, Any]) -> list[Table]:
-    """The tables that results.json holds under `tables`; of a file that somebody else wrote as well.
+    """The tables that results.json holds under `tables`; validates the file, which may be untrusted.
 
     Raises:
         ValueError: they are not tables.

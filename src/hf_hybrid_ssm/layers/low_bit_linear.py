@@ -132,7 +132,7 @@ class LowBitLinear(nn.Module):
 
     def pack(self) -> None:
         """Bring the codes to where torch's kernels read them: an aligned address, and with 4 bits this processor's
-        order. Codes that fit stay as they are.
+        order; idempotent.
 
         Raises:
             ValueError: codes or scales of another shape took the place of this map's.

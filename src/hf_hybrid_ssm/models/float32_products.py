@@ -1,4 +1,4 @@
-"""Prompts of models in half precision on processors that have no instructions for it."""
+"""Run prefill matmuls of models in half precision in float32 on CPUs without bfloat16 or float16 instructions."""
 
 from torch import nn
 from transformers import PreTrainedModel

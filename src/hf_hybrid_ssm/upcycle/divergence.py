@@ -69,7 +69,7 @@ def rank_layers_by_kl(
 def text_of(teacher: Any, rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """What a teacher writes, drawn from its own distribution after its first token, or a random one: (rows, length).
 
-    The same for the same seed, whatever other random numbers are drawn.
+    Deterministic in `seed`; leaves the global random number generator alone.
     """
     draw = torch.Generator().manual_seed(seed)
     start = teacher.config.bos_token_id

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 def power_of_two(least: int, start: int = 1) -> int:
     """The smallest power of two, from `start` on, that is not below `least`. By comparisons, so that `torch.compile`
-    gets a number, valid for a range of lengths, and no expression of the length that all later shapes would carry on.
+    specialises on a range of lengths instead of a symbolic shape.
     """
     while start < least:
         start *= 2

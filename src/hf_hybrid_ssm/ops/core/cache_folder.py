@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def unsafe(path: Path) -> str | None:
-    """Why a file or folder may be somebody else's doing; None if only this user or root can change or replace it.
+    """The reason why another user could have written a file or folder; None if only this user or root can.
 
     It and all folders that it lies in must belong to one of the two, and be writable by nobody else; a folder that it
     lies in may have the sticky bit, as /tmp has, so that others cannot replace what is not theirs.

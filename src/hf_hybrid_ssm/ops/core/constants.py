@@ -1,4 +1,4 @@
-"""Tensors that follow from sizes alone: made once a device, since a copy from the host is a wait for it."""
+"""Tensors that follow from sizes alone, cached per device to avoid a host-to-device copy that synchronises."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Attention of all queries to all keys, where no op of this package is needed."""
+"""Plain full attention (`scaled_dot_product_attention`)."""
 
 from typing import Any
 

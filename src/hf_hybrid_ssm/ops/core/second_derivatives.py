@@ -1,4 +1,4 @@
-"""Second derivatives of ops that know only their first: an error, never numbers that lack a part."""
+"""Ops with first derivatives only raise on a double backward instead of returning incomplete gradients."""
 
 from collections.abc import Sequence
 from typing import Any
