@@ -149,3 +149,23 @@ def masked(name: str, ids: torch.Tensor, groups_that_see_all=(), layers=(), firs
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def exactly(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, whose norms and angles are computed in float64 from now on: transformers' are of float32."""
+
+    def angles(module, args, kwargs, output):
+        positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        turns = (positions[..., None].double() * module.inv_freq.double()).repeat(1, 1, 2)
+        return turns.cos() * module.attention_scaling, turns.sin() * module.attention_scaling
+
+    def norm(module, args, output):
+        x, eps = args[0], getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.register_forward_hook(angles, with_kwargs=True)
+        elif "RMSNorm" in type(module).__name__:
+            module.register_forward_hook(norm)
+    return model

@@ -6,7 +6,7 @@ import torch
 from hf_hybrid_ssm.students.initial import choose_sink, first_token_ids, init_sinks, student_of
 from hf_hybrid_ssm.upcycle import upcycle
 from hf_hybrid_ssm.upcycle.fused_teachers import unfused
-from tests.students.teachers import TEACHERS, WINDOW, full_layers, masked, student, teacher, tokens, tolerance
+from tests.students.teachers import TEACHERS, WINDOW, exactly, full_layers, masked, student, teacher, tokens, tolerance
 
 LENGTH = 24
 EVERY = pytest.mark.parametrize("name", TEACHERS)
@@ -35,7 +35,7 @@ def test_a_constant_sink_is_where_it_was_whatever_the_positions(name):
 
 @pytest.mark.parametrize("keep", [[], [2], [(0, 1), (2, 0)]], ids=["windows", "a layer", "groups"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
-def test_equals_the_student_of_a_family(name, keep, exactly):
+def test_equals_the_student_of_a_family(name, keep):
     """Of Longhorn with options, in float64; transformers' norms and angles are of float32, and exact here."""
     own, ids = teacher(name), tokens(2, LENGTH)
     old, _ = upcycle(
@@ -46,30 +46,6 @@ def test_equals_the_student_of_a_family(name, keep, exactly):
     assert len(sinks) == 3 + (len(keep) != 1)
     wanted, found = (exactly(model)(ids).logits for model in (old, new))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-@pytest.fixture
-def exactly():
-    """A model whose norms and angles are computed in float64."""
-
-    def angles(module, args, kwargs, output):
-        positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        turns = (positions[..., None].double() * module.inv_freq.double()).repeat(1, 1, 2)
-        return turns.cos() * module.attention_scaling, turns.sin() * module.attention_scaling
-
-    def norm(module, args, output):
-        x, eps = args[0], getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-    def change(model):
-        for module in model.modules():
-            if "RotaryEmbedding" in type(module).__name__:
-                module.register_forward_hook(angles, with_kwargs=True)
-            elif "RMSNorm" in type(module).__name__:
-                module.register_forward_hook(norm)
-        return model
-
-    return change
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi"])

@@ -60,6 +60,15 @@ class Ranks:
 
 
 @dataclass(eq=False)
+class Beside:
+    """A memory beside the attention of a layer, what it reads (B, L, ...), and what it gives (B, L, d)."""
+
+    memory: Any
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
 class Forward:
     """What the layers have to know of one forward of a student; one keyword argument brings it down to them.
 
@@ -70,6 +79,8 @@ class Forward:
         ranks: of the tokens, where windows have sinks.
         angles: (layer type, W) → of the places W + 1 tokens before each token, for constant sinks.
         sink_keys: layer → a constant sink's keys (B, G, 1, e) there, where one token is read.
+        layer_input: (B, L, d), within a layer whose memory reads it.
+        beside: of the layer that is called.
     """
 
     rows: PackedRows
@@ -78,6 +89,8 @@ class Forward:
     ranks: Ranks | None = None
     angles: dict[tuple[Any, int], Angles] = field(default_factory=dict)
     sink_keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    layer_input: torch.Tensor | None = None
+    beside: Beside | None = None
     _own_document: torch.Tensor | None = field(default=None, repr=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Forward":
@@ -150,6 +163,9 @@ class WindowedAttention(RecurrentMixin):
         place: of `Forward.angles`; None where a sink is not turned.
     """
 
+    window_dropout = 0.0
+    """In training, the share of rows that a memory alone serves."""
+
     def __init__(self, layer_idx: int, plan: LayerPlan, groups: int, place: tuple[Any, int] | None):
         assert plan.window is not None  # `HybridStudentConfig` refuses windows without a size
         self.layer_idx, self.groups, self.place = layer_idx, groups, place
@@ -191,14 +207,22 @@ class WindowedAttention(RecurrentMixin):
         inputs = [x.transpose(1, 2) for x in heads]
         options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
         options |= {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "ranks": forward.ranks}
-        if self.sink == "constant":
+        options["has_logits"] = self.sink == "constant" and (
+            forward.ranks is None or forward.ranks.without_sink(self.left) is not True
+        )
+        if options["has_logits"]:
             sink: ConstantSink = module.sink
-            if forward.ranks is None or forward.ranks.without_sink(self.left) is not True:
-                angles = None if self.place is None else forward.angles[self.place]
-                known = forward.sink_keys.get(self.layer_idx)
-                logits, options["sink_values"] = sink(heads[-3], angles, known)
-                inputs.append(logits)
-        return self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
+            angles = None if self.place is None else forward.angles[self.place]
+            logits, options["sink_values"] = sink(heads[-3], angles, forward.sink_keys.get(self.layer_idx))
+            inputs.append(logits)
+        beside = forward.beside
+        if beside is None:
+            return self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
+        options["memory"], inputs = beside.memory, [*inputs, *beside.inputs]
+        both = self.forward_with_cache(*inputs, rows=forward.rows, cache=forward.cache, **options)
+        size = query.shape[1] * value.shape[3]
+        beside.output = both[..., size:]
+        return both[..., :size].unflatten(2, (query.shape[1], -1))
 
     def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
         """(B, heads, L, e) → those of some key/value groups."""
@@ -206,11 +230,19 @@ class WindowedAttention(RecurrentMixin):
         return torch.cat([by_group[:, group] for group in groups], 1)
 
     def forward_rows(  # type: ignore[override]
-        self, *inputs: torch.Tensor, past: States, rows: Rows, s_aux: torch.Tensor | None, **options: Any
+        self,
+        *inputs: torch.Tensor,
+        past: States,
+        rows: Rows,
+        s_aux: torch.Tensor | None,
+        has_logits: bool,
+        memory: Any = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, States]:
         outputs: list[torch.Tensor] = []
         states: States = {}
-        logits = inputs[-1] if len(inputs) % 3 else None
+        count = 3 * len(self.parts)
+        logits = inputs[count] if has_logits else None
         for index, (prefix, groups, window) in enumerate(self.parts):
             heads = [x.transpose(1, 2) for x in inputs[3 * index : 3 * index + 3]]
             own = s_aux
@@ -224,7 +256,10 @@ class WindowedAttention(RecurrentMixin):
             )  # fmt: skip
             outputs.append(output.transpose(1, 2))
             states |= after
-        return self._together(outputs), states
+        if memory is None:
+            return self._together(outputs), states
+        remembered, more = memory(*inputs[count + has_logits :], past=past, rows=rows)
+        return torch.cat([self._together(outputs).flatten(2), remembered], 2), states | more
 
     @staticmethod
     def _attend(
@@ -311,9 +346,19 @@ class WindowedAttention(RecurrentMixin):
             by_group |= dict(zip(groups, output.chunk(len(groups), 2)))
         return torch.cat([by_group[group] for group in range(self.groups)], 2)
 
-    def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
-        """The keys and values alone, without attending."""
+    def states_after(
+        self,
+        *inputs: torch.Tensor,
+        past: States,
+        rows: Rows,
+        has_logits: bool = False,
+        memory: Any = None,
+        **options: Any,
+    ) -> States:
+        """The keys and values alone, without attending; and the states of a memory."""
         states: States = {}
+        if memory is not None:
+            states = memory.states_after(*inputs[3 * len(self.parts) + has_logits :], past=past, rows=rows)
         for index, (prefix, _, window) in enumerate(self.parts):
             key, value = (x.transpose(1, 2) for x in inputs[3 * index + 1 : 3 * index + 3])
             before, held = _state(past, prefix), rows.capacity if window.left is None else window.left

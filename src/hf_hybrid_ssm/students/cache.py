@@ -56,7 +56,7 @@ def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: 
     """
     cache = DynamicCache(config=config) if cache is None else cache
     fit_cache(cache, config)
-    kinds = [WINDOW_LAYER_TYPE if layer.is_windowed else layer.attention for layer in config.plan.layers]
+    kinds = [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in config.plan.layers]
     return prepare_cache(cache, _Layers(kinds, config.model_type), batch_size, length)
 
 
@@ -66,7 +66,7 @@ def fit_cache(cache: Any, config: HybridStudentConfig) -> None:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
     layers = getattr(cache, "layers", [])
     for index, (layer, plan) in enumerate(zip(layers, config.plan.layers)):
-        if not plan.is_windowed or layer.is_initialized or is_recurrent_state_layer(layer):
+        if plan.is_own or layer.is_initialized or is_recurrent_state_layer(layer):
             continue
         if isinstance(layer, StaticLayer):
             layers[index] = StaticWindowedLayer(max(each.get_max_length() for each in layers))

@@ -5,7 +5,7 @@
 import copy
 import importlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar
 
@@ -16,6 +16,9 @@ from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 KINDS = ("full", "window", "none")
 SINKS = ("constant", "first_token")
+MEMORIES = ("longhorn", "context")
+NOWHERE = ("context", "none")
+"""Context states are read by attention: they take no place."""
 SUFFIX = "StudentConfig"
 
 
@@ -28,6 +31,8 @@ class LayerPlan:
             "none", in a layer that has no attention.
         window: W, of a layer with one.
         groups: the key/value groups that see all tokens in a layer with a window; not all of them.
+        memory: "longhorn", a mixer beside the window, or in the place of attention ("none"); "context", context states
+            beside the window; or None.
         sink: what takes the place of the first token where a window has left it: "constant", "first_token" (see
             `hf_hybrid_ssm.students.sinks`) or None.
     """
@@ -36,10 +41,16 @@ class LayerPlan:
     window: int | None = None
     groups: tuple[int, ...] = ()
     sink: str | None = None
+    memory: str | None = None
 
     @property
     def is_windowed(self) -> bool:
         return self.attention == "window"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the layer, and what it keeps in a cache, is the teacher's."""
+        return not self.is_windowed and self.memory is None
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,15 @@ class Student:
         layers: one for each.
         attn_scale, floor_scale: a and f: queries that see all tokens are multiplied by 1 + a log(1 + ⌊(p + 1) / f⌋) at
             the position p, as in Llama 4, in layers where the teacher's see all tokens. a = 0 does nothing.
+        memory: fields of the memories' configuration, `LonghornConfig` or `BstConfig`.
+        window_dropout: in training, the share of rows in which a memory beside a window is all that there is.
     """
 
     layers: tuple[LayerPlan, ...]
     attn_scale: float = 0.0
     floor_scale: int = 1
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    window_dropout: float = 0.0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Student":
@@ -75,7 +90,10 @@ class Student:
             layers.append(
                 {"attention": layer.attention} | told | ({"groups": list(layer.groups)} if layer.groups else {})
             )
-        return {"layers": layers, "attn_scale": self.attn_scale, "floor_scale": self.floor_scale}
+        told = {"layers": layers, "attn_scale": self.attn_scale, "floor_scale": self.floor_scale}
+        if any(layer.memory for layer in self.layers):
+            told |= {"memory": dict(self.memory), "window_dropout": self.window_dropout}
+        return told
 
 
 def _layer(index: int, saved: Any) -> LayerPlan:
@@ -164,6 +182,8 @@ class HybridStudentConfig(PreTrainedConfig):
         for index, (layer, (kind, reach)) in enumerate(zip(plan.layers, own)):
             if reason := _why_not(layer, kind, reach, key_value_groups(self)):
                 raise ValueError(f"student.layers[{index}]: {reason}.")
+        if not 0 <= plan.window_dropout < 1:
+            raise ValueError(f"student.window_dropout={plan.window_dropout} must lie in [0, 1).")
         if plan.attn_scale < 0 or plan.floor_scale < 1:
             raise ValueError(
                 f"student.attn_scale={plan.attn_scale} must be at least 0, floor_scale={plan.floor_scale} at least 1."
@@ -176,10 +196,14 @@ def _why_not(layer: LayerPlan, kind: str, reach: int | None, groups: int) -> str
     """What is wrong with a layer whose attention in the teacher is of that kind, with windows of that reach."""
     if layer.attention not in KINDS:
         return f"attention={layer.attention!r} must be one of {', '.join(map(repr, KINDS))}"
-    if (layer.attention == "none") != (kind == "none"):
+    if layer.memory not in (None, *MEMORIES):
+        return f"memory={layer.memory!r} must be one of {', '.join(map(repr, MEMORIES))}, or None"
+    if layer.memory and (kind == "none" or layer.attention == "full" or (layer.memory, layer.attention) == NOWHERE):
+        return f"memory={layer.memory!r} beside attention={layer.attention!r}, where the teacher's is {kind!r}"
+    if (layer.attention == "none") != (kind == "none" or layer.memory is not None) and not layer.is_windowed:
         return f"attention={layer.attention!r}, but the teacher's is {kind!r}"
     if not layer.is_windowed:
-        if kind == "window":
+        if kind == "window" and layer.memory is None:
             return f"the teacher has a window of {reach} tokens there, which must be one of the student's"
         extra = [name for name in ("window", "groups", "sink") if getattr(layer, name)]
         return f"{extra[0]} is for attention='window'" if extra else None

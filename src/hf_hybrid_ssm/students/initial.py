@@ -20,6 +20,7 @@ from hf_hybrid_ssm.students.configuration import (
     teacher_attention,
     unchanged,
 )
+from hf_hybrid_ssm.students.memory import MemoryInstead
 from hf_hybrid_ssm.students.modeling import student_class
 from hf_hybrid_ssm.students.teacher import attention_layers
 
@@ -38,6 +39,11 @@ def student_config(
     sink: str | None = "constant",
     attn_scale: float = 0.0,
     floor_scale: int | None = None,
+    memory: str | None = None,
+    memory_layers: Sequence[int] | None = None,
+    instead: bool = False,
+    window_dropout: float = 0.0,
+    **fields: Any,
 ) -> HybridStudentConfig:
     """The configuration of a student whose layers get windows, but for those that keep their attention.
 
@@ -48,7 +54,10 @@ def student_config(
         keep: layers whose attention to all tokens is kept; or single key/value groups, as (layer, group).
         window: W, the tokens that a token sees before its own.
         sink: of these windows (see `LayerPlan`); where the teacher has sinks of its own there is none.
-        attn_scale, floor_scale: as of `Student`; `floor_scale` is W + 2 by default.
+        attn_scale, floor_scale, window_dropout: as of `Student`; `floor_scale` is W + 2 by default.
+        memory: of these layers (see `LayerPlan`), or of those in `memory_layers`.
+        instead: the memory takes the place of attention, without a window.
+        fields: of the memory's configuration (see `Student`).
 
     Raises:
         ValueError: it cannot be a teacher, or has no such layer or group that sees all tokens.
@@ -68,9 +77,13 @@ def student_config(
         of_layer = tuple(group for group in range(groups) if (index, group) in kept)
         if kind != "full" or len(of_layer) == groups:
             layers.append(unchanged(kind, reach))
+        elif (own_memory := memory if memory_layers is None or index in memory_layers else None) and instead:
+            layers.append(LayerPlan("none", memory=own_memory))
         else:
-            layers.append(LayerPlan("window", window, of_layer, None if found[index].has_sink else sink))
-    student = Student(tuple(layers), float(attn_scale), window + 2 if floor_scale is None else floor_scale)
+            own_sink = None if found[index].has_sink else sink
+            layers.append(LayerPlan("window", window, of_layer, own_sink, own_memory))
+    floor = window + 2 if floor_scale is None else floor_scale
+    student = Student(tuple(layers), float(attn_scale), floor, fields, window_dropout)
     return config_class(teacher.model_type)(student=student.to_dict(), **fields_of(teacher))
 
 
@@ -95,10 +108,14 @@ def student_of(
     with init.no_init_weights():
         student = student_class(type(teacher))._from_config(config, dtype=teacher.dtype)
     student.tie_weights()
+    for name, module in reversed(list(student.named_modules())):  # children first
+        if "memory" in name.split("."):
+            student._init_weights(module)
     student.to(teacher.device)
+    replaced = tuple(f"{name}." for name, part in student.named_modules() if isinstance(part, MemoryInstead))
     found = student.load_state_dict(teacher.state_dict(), strict=False)
-    if found.unexpected_keys:
-        raise ValueError(f"the teacher has {found.unexpected_keys[0]}, which its class does not: give a plain model.")
+    if others := [name for name in found.unexpected_keys if not name.startswith(replaced)]:
+        raise ValueError(f"the teacher has {others[0]}, which its class does not: give a plain model.")
     student.generation_config = copy.deepcopy(teacher.generation_config)
     init_sinks(student, first_token_ids(teacher.config.vocab_size, tokenizer))
     return student.train(teacher.training)

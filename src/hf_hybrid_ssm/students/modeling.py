@@ -44,6 +44,7 @@ from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import PREFIX, Forward, Ranks, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_cache, student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
+from hf_hybrid_ssm.students.memory import add_memory, initialise
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
@@ -111,11 +112,11 @@ class StudentMixin(HybridPreTrainedModel):
         if isinstance(module, ConstantSink):
             init.zeros_(module.key)
             init.zeros_(module.value)
-        else:
+        elif not initialise(module):
             super()._init_weights(module)
 
     def _why_no_attentions(self) -> str | None:
-        return super()._why_no_attentions() if any(layer.is_windowed for layer in self.config.plan.layers) else None
+        return None if all(layer.is_own for layer in self.config.plan.layers) else super()._why_no_attentions()
 
 
 class HybridStudentModel(StudentMixin):
@@ -124,6 +125,8 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
+    counts_documents = False
+    """Some memory needs to know how many documents a row holds at most."""
 
     def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -138,14 +141,20 @@ class HybridStudentModel(StudentMixin):
         layers = attention_layers(self.config, self.config.teacher_type)
         self.places: dict[tuple[Any, int], list[Any]] = {}  # of constant sinks that are turned, with their layers
         for index, plan in enumerate(self.config.plan.layers):
-            if not plan.is_windowed:
+            if plan.is_own:
                 continue
             if index not in layers:
                 raise ValueError(f"student.layers[{index}]: the teacher has no attention there.")
-            self._add_window(index, plan, layers[index])
+            module = self.get_submodule(layers[index].name)
+            rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+            if plan.is_windowed:
+                self._add_window(index, plan, layers[index], rotate)
+            if plan.memory is not None:
+                add_memory(self, index, plan, layers[index], rotate, dict(self.config.plan.memory))
+                self.counts_documents |= self.config.plan.memory.get("context_variant") == "mf"
         self.post_init()
 
-    def _add_window(self, index: int, plan: LayerPlan, layer: AttentionLayer) -> None:
+    def _add_window(self, index: int, plan: LayerPlan, layer: AttentionLayer, rotate: Any) -> None:
         if plan.sink is not None and layer.has_sink:
             raise ValueError(
                 f"student.layers[{index}].sink={plan.sink!r}: the teacher has sinks of its own; give None."
@@ -158,9 +167,9 @@ class HybridStudentModel(StudentMixin):
         module: Any = self.get_submodule(layer.name)
         place: Any = (self._layer_type(index), plan.window) if plan.sink == "constant" and layer.turned else None
         module.windowed = WindowedAttention(index, plan, layer.groups, place)
+        module.windowed.window_dropout = self.config.plan.window_dropout
         if plan.sink == "constant":
             sizes = layer.groups - len(plan.groups), layer.key_size, layer.value_size
-            rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             module.sink = ConstantSink(*sizes, layer.turned or 0, rotate)
         if place is not None:
             self.places.setdefault(place, []).append(module)
@@ -232,7 +241,7 @@ class HybridStudentModel(StudentMixin):
         Raises:
             ValueError: as of `resolve_packing`; or rows pack documents, and a layer of the teacher's knows of none.
         """
-        kinds = {layer.attention for layer in self.config.plan.layers}
+        kinds = {layer.attention for layer in self.config.plan.layers if layer.is_own}
         prepared = isinstance(attention_mask, dict)
         rows = resolve_packing(
             given.shape[:2],
@@ -245,6 +254,7 @@ class HybridStudentModel(StudentMixin):
             return_final_state=cache is not None,
             capacity=capacity_of(cache),
             may_overwrite=partial(may_overwrite_states, cache),
+            counts_documents=self.counts_documents,
             **documents,
         )
         if "none" in kinds and (rows.documents is not None or rows.starts_new_document is not None):

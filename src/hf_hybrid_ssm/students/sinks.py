@@ -55,13 +55,19 @@ class ConstantSink(nn.Module):
         """Keys (1 or B, G, 1 or L, e) turned by rotary positions, as the teacher does: (B, G, L, e)."""
         assert self.rotate is not None  # where there are angles
         key = key.expand(max(key.shape[0], angles[0].shape[0]), -1, angles[0].shape[1], -1)
-        part, rest = key[..., : self.turned], key[..., self.turned :]
-        part = self.rotate(part, part, *angles)[1]
-        return part if rest.shape[-1] == 0 else torch.cat([part, rest], -1)
+        return rotated(self.rotate, key, angles, self.turned)
 
     def optimizer_options(self, name: str) -> dict[str, Any]:
         """A sink is not decayed (see `hf_hybrid_ssm.training.optim`)."""
         return {"weight_decay": 0.0}
+
+
+def rotated(rotate: Callable, heads: torch.Tensor, angles: Angles, turned: int) -> torch.Tensor:
+    """Keys or queries (B, heads, L, e) turned by the teacher's `apply_rotary_pos_emb`; `turned` as of
+    `AttentionLayer`."""
+    part, rest = heads[..., :turned], heads[..., turned:]
+    part = rotate(part, part, *angles)[1]
+    return part if rest.shape[-1] == 0 else torch.cat([part, rest], -1)
 
 
 def turned_together(layers: list[Any], angles: Angles) -> dict[int, torch.Tensor]:
