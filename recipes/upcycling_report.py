@@ -93,9 +93,9 @@ class ReportArguments:
                 raise ValueError(f"windowed: {name!r} has {sorted(given)}; it must have keep, and may have keep_by.")
             if given.get("keep_by") == "group_recall":
                 raise ValueError(f"windowed: {name!r} masks whole layers, not key/value groups: make it a student.")
-        for name, given in self.students.items():
-            if isinstance(given, str):
-                check_checkpoint(given, f"students: {name!r}", AutoModelForCausalLM)
+        for name, student in self.students.items():
+            if isinstance(student, str):
+                check_checkpoint(student, f"students: {name!r}", AutoModelForCausalLM)
 
 
 class Judge:
@@ -201,16 +201,14 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
         others = [layer for layer in layers if layer not in kept["layers"]]
         model = partial(_masked, teacher, others, arguments.window)
         found[name] = {"layers": kept["layers"], **judge.judge(name, model, False)}
-    for name, given in arguments.students.items():
+    for name, student in arguments.students.items():
         found[name] = {}
-        if not isinstance(given, str) and isinstance(
-            given.get("keep"), int | float
-        ):  # chosen once, not for each judge
-            kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, given, arguments))
+        if not isinstance(student, str) and isinstance(student.get("keep"), int | float):  # chosen once for all judges
+            kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, student, arguments))
             say(f"{name}: {kept['text']}")
             found[name]["layers"] = kept["layers"]
-            given = {key: value for key, value in given.items() if key != "keep_by"} | {"keep": kept["layers"]}
-        found[name] |= judge.judge(name, partial(_student, arguments, teacher, tokenizer, given), True)
+            student = {key: value for key, value in student.items() if key != "keep_by"} | {"keep": kept["layers"]}
+        found[name] |= judge.judge(name, partial(_student, arguments, teacher, tokenizer, student), True)
     figures = {"settings": settings, "models": found}
     write_figures(figures, folder, arguments.results)
     return figures
