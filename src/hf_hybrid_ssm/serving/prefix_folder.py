@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,16 @@ class PrefixFolder:
 
 def _check_plain(context: Context, length: int) -> None:
     """A ValueError unless it holds a text of so many tokens, without padding and documents, as those written here."""
-    names = ("packing_state", "not_cached")
-    has_notes = any(getattr(layer, name, None) for layer in context.cache.layers for name in names)
-    if context.num_tokens != length or context.attention_mask is not None or has_notes:
+    notes = [note for layer in context.cache.layers for note in _notes(layer)]
+    if context.num_tokens != length or context.attention_mask is not None or any(notes):
         raise ValueError(f"it is no text of {length} tokens without padding and documents")
+
+
+def _notes(layer: Any) -> Iterator[bool]:
+    """Whether what a layer has noted says that there was padding or another document; a mask may say that all is
+    text."""
+    noted = getattr(layer, "packing_state", {}) | getattr(layer, "not_cached", {})
+    return (bool((note != (name == "token_mask")).any()) for name, note in noted.items())
 
 
 def _group(identity: str) -> str:
