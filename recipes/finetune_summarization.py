@@ -8,7 +8,6 @@ From a checkpoint or from scratch. Writes results.json (ROUGE on validation and 
 of the source) and predictions.jsonl to `output_dir`.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from _lib.checks import (
 )
 from _lib.documents import documents_of_files, ending_texts, train_tokenizer
 from _lib.entry import start
-from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
+from _lib.training import Trainer, load_to_train, say_figures, write_figures, write_lines
 
 import numpy as np
 from datasets import Dataset, load_dataset
@@ -230,7 +229,7 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
         said += [{"split": split} | line for line in lines]
     write_figures(results, training.output_dir, arguments.results)
     write_lines(Path(training.output_dir) / "predictions.jsonl", said)
-    say(json.dumps(results, indent=2))
+    say_figures(results)
     return results
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from _lib.checks import check_config, check_output, clear_checkpoints
 from _lib.entry import start
 from _lib.lra_data import TASKS, collate, load_task
-from _lib.training import Trainer, checkpoint_to_resume, write_figures, write_json
+from _lib.training import Trainer, checkpoint_to_resume, say_figures, write_figures, write_json
 
 import numpy as np
 from transformers import (
@@ -134,7 +134,7 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
     if trainer.is_world_process_zero():
         write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
         write_figures(results, training.output_dir, arguments.results)
-        print(results)
+        say_figures(results)
     return results
 
 

@@ -18,7 +18,15 @@ from _lib.documents import DataArguments, begin_of, get_tokenizer, load_document
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
 from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
-from _lib.training import LanguageTrainer, checkpoint_to_resume, load_to_train, perplexity, plot_loss, write_json
+from _lib.training import (
+    LanguageTrainer,
+    checkpoint_to_resume,
+    load_to_train,
+    perplexity,
+    plot_loss,
+    say_figures,
+    write_json,
+)
 
 import torch
 from datasets import Dataset
@@ -150,7 +158,7 @@ def pretrain(
         write_json(folder / "history.json", trainer.state.log_history)
         write_json(folder / "results.json", results)
         plot_loss(trainer.state.log_history, folder / "loss.png")
-        print(results)
+        say_figures(results)
     return results
 
 

@@ -18,7 +18,15 @@ from _lib.entry import start
 from _lib.rows import split_rows
 from _lib.span_corruption import NewMasksEachEpoch
 from _lib.token_masking import TokenMasking
-from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+from _lib.training import (
+    LanguageTrainer,
+    checkpoint_to_resume,
+    perplexity,
+    plot_loss,
+    say_figures,
+    write_figures,
+    write_json,
+)
 
 import torch
 from pretrain_clm import build_model
@@ -101,7 +109,7 @@ def pretrain(arguments: MaskingArguments, data: DataArguments, training: Trainin
         write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
         write_figures(results, training.output_dir, arguments.results)
         plot_loss(trainer.state.log_history, Path(training.output_dir) / "loss.png")
-        print(results)
+        say_figures(results)
     return results
 
 

@@ -26,6 +26,7 @@ from _lib.training import (
     load_to_train,
     perplexity,
     plot_loss,
+    say_figures,
     write_figures,
     write_json,
 )
@@ -185,7 +186,7 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
         write_figures(results, training.output_dir, arguments.results)
         plot_loss(trainer.state.log_history, Path(training.output_dir) / "loss.png")
-        print(results)
+        say_figures(results)
     return results
 
 

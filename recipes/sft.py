@@ -19,7 +19,7 @@ from _lib.chat import set_chat_template
 from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
 from _lib.entry import start
-from _lib.training import Trainer, load_to_train, perplexity, say, write_figures, write_lines
+from _lib.training import Trainer, load_to_train, perplexity, say, say_figures, write_figures, write_lines
 
 import torch
 from datasets import Dataset
@@ -180,7 +180,7 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
         said = answers_of(model, tokenizer, questions, arguments.new_tokens)
         lines = [{"question": question, "answer": answer} for question, answer in zip(questions, said, strict=True)]
         write_lines(Path(training.output_dir) / "answers.jsonl", lines)
-    say(results)
+    say_figures(results)
     say(f"\nThe model is in {folder}. {next_command(*talking(folder, tokenizer))}")
     return results
 

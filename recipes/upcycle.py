@@ -23,7 +23,7 @@ from _lib.recall_rows import with_recall_rows
 from _lib.rows import RowStream, packed_rows, split_rows
 from _lib.stages import Stage, StageTrainer
 from _lib.teacher_states import TeacherStates
-from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, write_json
+from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, say_figures, write_json
 
 import torch
 from transformers import (
@@ -280,7 +280,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     }
     save(student, tokenizer, folder, results, arguments, training)
     plot_loss([entry for entry in history if "eval_loss" in entry], folder / "gap.png", {"teacher": teacher_loss})
-    say(results)
+    say_figures(results)
     return results
 
 

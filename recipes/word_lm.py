@@ -18,7 +18,15 @@ from typing import Any
 
 from _lib.checks import check_output, clear_checkpoints
 from _lib.entry import start
-from _lib.training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+from _lib.training import (
+    Trainer,
+    checkpoint_to_resume,
+    perplexity,
+    plot_loss,
+    say_figures,
+    write_figures,
+    write_json,
+)
 from _lib.word_stream import Blocks, stream_of, word_tokenizer
 
 import numpy as np
@@ -146,7 +154,7 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
         write_json(folder / "history.json", trainer.state.log_history)
         write_figures(results, folder, words.results)
         plot_loss(trainer.state.log_history, folder / "loss.png")
-        print(results)
+        say_figures(results)
     return results
 
 

@@ -4,7 +4,7 @@ import atexit
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
+from hf_hybrid_ssm.hub.tables import markdown
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.training.memory import keep_freed_memory
 from hf_hybrid_ssm.training.optim import parameter_groups
@@ -29,6 +30,7 @@ from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_che
 # Of weights that are trained, whatever a checkpoint stores them in: Adam's steps are below bfloat16's last digit.
 # (bf16=true computes in bfloat16 beside float32 weights.)
 TRAINING_DTYPE = torch.float32
+SHOWN = 9  # entries of a list in a table
 
 
 @atexit.register
@@ -157,6 +159,26 @@ def say(text: Any) -> None:
     """Print, once for all processes."""
     if is_first_process():
         print(text)
+
+
+def say_figures(figures: Mapping[str, Any]) -> None:
+    """A table of a run's figures, once for all processes; a longer list is in results.json alone."""
+    say(markdown("Results", ["figure", "value"], list(_rows(figures))))
+
+
+def _rows(figures: Mapping[str, Any], names: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _rows(value, (*names, name))
+        elif not isinstance(value, list) or len(value) < SHOWN:
+            shown = ", ".join(map(_shown, value)) if isinstance(value, list) else _shown(value)
+            yield [" ".join((*names, name)).replace("_", " "), shown]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_figures(figures: dict[str, Any], output_dir: str | Path, results: str | Path | None) -> None:

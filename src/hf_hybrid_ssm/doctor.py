@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import pkgutil
 import platform
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 PACKAGES = (*TESTED, "accelerate", "datasets", "lm_eval")
 
 
-def examine() -> dict[str, Any]:
+def examine(progress: Callable[[Sequence[str]], Iterable[str]] = iter) -> dict[str, Any]:
     """Everything the report shows, as plain values.
+
+    Args:
+        progress: wraps the names of the ops, as `tqdm` does.
 
     Returns:
         `python`, `sources` (the repository's address, or None), `packages` (name → version or None), `tested` (name →
@@ -44,7 +48,8 @@ def examine() -> dict[str, Any]:
         for dtype in (torch.float32, torch.bfloat16)
     }
     ops = {
-        name: {target: examine_op(name, *where) for target, where in targets.items()} for name in sorted(every_op())
+        name: {target: examine_op(name, *where) for target, where in targets.items()}
+        for name in progress(sorted(every_op()))
     }
     return examine_packages() | {
         "threads": {

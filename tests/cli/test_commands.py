@@ -224,6 +224,35 @@ def test_export_and_card(copy, capsys):
     assert (copy / "README.md").read_text(encoding="utf-8") + "\n" == printed
 
 
+def test_what_was_written_as_json(copy, capsys):
+    """For programs: what was written and where, and nothing else."""
+    assert main(["export", str(copy), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(copy) and found["code"] == len(list(copy.glob("*.py")))
+    assert main(["card", str(copy), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(copy / "README.md")}
+    with pytest.raises(SystemExit, match="2"):
+        main(["card", str(copy), "--json", "--stdout"])
+    assert "give one of them" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_long_work_has_a_named_bar_in_a_terminal(copy, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text(TEXT)
+    read = ["read", str(copy), str(tmp_path / "text"), "--context", str(tmp_path / "context"), "--piece", "2"]
+    monkeypatch.setattr("hf_hybrid_ssm.doctor.every_op", lambda: {})
+    for command, name in ((read, "reading"), (["check", str(copy), "--values"], "tensors"), (["doctor"], "ops")):
+        for stream in (Terminal(), io.StringIO()):
+            (tmp_path / "context").unlink(missing_ok=True)
+            monkeypatch.setattr("sys.stderr", stream)
+            assert main(command) == 0
+            assert (f"{name}: " in stream.getvalue()) == stream.isatty()
+
+
 def test_plan(capsys, tmp_path):
     sharded = ["plan", "longhorn/125m", "--gpus", "8", "--batch", "8", "--length", "1024", "--sharding", "fsdp2"]
     assert main(sharded) == 0

@@ -15,6 +15,7 @@ from _lib import entry
 from hf_hybrid_ssm.cli import main, recipe, run
 from hf_hybrid_ssm.cli.recipe import config_names, recipe_names, settings_file
 from hf_hybrid_ssm.cli.recipe_fields import setting_names
+from tests.cli.folders import python
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCRIPT = '''"""Prints what it is given.
@@ -148,6 +149,46 @@ def test_a_missing_file_has_one_exit_code(command, capsys, monkeypatch, tmp_path
     assert status == 1
     told = capsys.readouterr()
     assert "NOWHERE" in told.err + told.out
+
+
+WRONG = [
+    ["generate", "./nope", "a"],
+    ["generate", "empty", "a"],
+    ["generate", "empty", "a", "--top-p", "2"],
+    ["chat", "empty"],
+    ["read", "empty", "text", "--context", "context"],
+    ["check", "empty", "--json"],
+    ["export", "empty"],
+    ["card", "empty"],
+    ["convert", "spade", "nope", "out"],
+    ["eval", "--model_args", "pretrained=./nope"],
+    ["demo", "--output", "text"],
+    ["recipe", "nope"],
+]
+
+
+def test_wrong_arguments_are_said_before_torch_is_imported(tmp_path):
+    """All in one process, which would have it after the first that imports it."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").touch()
+    code = f"""
+import sys
+from hf_hybrid_ssm.cli import main
+for command in {WRONG!r}:
+    try:
+        status = main(command)
+    except SystemExit as end:
+        status = end.code
+    print(command[0], status, sorted({{"torch", "transformers", "numpy"}} & sys.modules.keys()))
+"""
+    ran = python("-c", code, cwd=tmp_path)
+    found = [line for line in ran.stdout.splitlines() if not line.startswith("{")]
+    statuses = {"generate": "12", "recipe": "2"}
+    assert len(found) == len(WRONG), ran.stderr
+    for command, line in zip(WRONG, found):
+        name, status, imported = line.split(" ", 2)
+        assert name == command[0] and status in statuses.get(name, "1") and imported == "[]", line
+    assert ran.stderr.count("has no config.json") == 5
 
 
 def test_serving_without_its_extra_says_what_to_type(monkeypatch):

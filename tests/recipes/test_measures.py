@@ -4,6 +4,7 @@ import finetune_glue
 import pytest
 import torch
 from _lib.documents import train_tokenizer
+from _lib.training import say_figures
 from finetune_glue import GlueArguments, glue
 from finetune_summarization import rouge
 from sft import answers_of
@@ -15,6 +16,20 @@ def test_rouge_is_the_mean_of_precision_and_recall_that_is_called_f1():
     found = rouge([said], [[wanted]])
     assert found["rouge1"] == pytest.approx(100 * 2 * (1.0 * 2 / 6) / (1.0 + 2 / 6))
     assert found == rouge([wanted], [[said]])  # F1 alone is symmetric
+
+
+def test_figures_are_a_table(capsys):
+    say_figures(
+        {"steps": 1200, "loss": 2.34567, "test": {"rouge_1": 0.5}, "cut": False, "layers": [1, 2], "all": [0] * 9}
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[4:]]
+    assert rows == [
+        ["steps", "1,200"],
+        ["loss", "2.346"],
+        ["test rouge 1", "0.5"],
+        ["cut", "False"],
+        ["layers", "1, 2"],
+    ]
 
 
 def test_the_first_measure_chooses_the_run_of_the_grid(monkeypatch, tmp_path):

@@ -10,11 +10,12 @@ Examples:
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.next_command import next_command
-from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, check_holds_model, parser_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,12 +31,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a README.md that is there")
     parser.add_argument("--stdout", action="store_true", help="print the card instead of writing it")
+    add_json(parser)
     return parser
 
 
 def main(arguments: list[str]) -> int:
-    args = build_parser().parse_args(arguments)
-    check_is_folder(args.folder)
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    if args.stdout and args.json:
+        parser.error("--stdout prints the card, and --json where it was written: give one of them")
+    check_holds_model(args.folder)
     import transformers
 
     from hf_hybrid_ssm.hub import card_of_folder
@@ -55,6 +60,9 @@ def main(arguments: list[str]) -> int:
     if os.path.lexists(target) and not args.overwrite and not _says(target, card):
         raise FileExistsError(f"{target} is there and says something else: --overwrite replaces it, --stdout prints.")
     write_whole(target, card)
+    if args.json:
+        print(json.dumps({"file": str(target)}))
+        return 0
     print(f"wrote {target}\n{next_command('check', args.folder, '--values')}")
     return 0
 

@@ -28,7 +28,7 @@ from hf_hybrid_ssm.cli.generation import (
     utf8_text,
 )
 from hf_hybrid_ssm.cli.loading import defect_of_device, load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
 
 ASKED = "> "
 EXIT, CLEAR = "!exit", "!clear"  # as `transformers chat` calls them
@@ -51,8 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(arguments)
-    if is_path(args.model):
-        check_is_folder(args.model)
+    check_model_name(args.model)
     from transformers import set_seed
 
     if reason := defect_of_device(args.device):

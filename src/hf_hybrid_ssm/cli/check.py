@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.errors import one_line
-from hf_hybrid_ssm.cli.parsing import add_json, add_teacher, check_is_folder, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, add_teacher, check_holds_model, parser_of
+from hf_hybrid_ssm.cli.progress import progress
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,14 +50,14 @@ def main(arguments: list[str]) -> int:
 def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, int]:
     """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`, and those of
     `weights_of` if a delta's teacher is given."""
-    check_is_folder(folder)
+    check_holds_model(folder)
     from hf_hybrid_ssm.hub.verify_tensors import check_contents, check_sums, check_values
 
     findings = check_contents(folder)
     if hashes := check_sums(folder):
         findings["hashes"] = hashes
     if values:
-        findings["values"] = check_values(folder)
+        findings["values"] = check_values(folder, lambda names: progress(names, "tensors"))
     if teacher is not None:
         findings["carried"] = _check_teacher(folder, teacher)
     return findings

@@ -9,9 +9,10 @@ Examples:
 import argparse
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import check_writable, parser_of, value_of
+from hf_hybrid_ssm.cli.parsing import add_json, check_writable, parser_of, value_of
 from hf_hybrid_ssm.models.families import FAMILIES
 
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FIELD=VALUE",
         help="field of the configuration that the file does not tell; may be repeated",
     )
+    add_json(parser)
     return parser
 
 
@@ -52,8 +54,12 @@ def main(arguments: list[str]) -> int:
     converter = importlib.import_module(_module(args.family))
     model = converter.convert(args.source, **fields)
     model.save_pretrained(args.target)
-    tokens = ", ".join(f"{name}={getattr(model.config, name)}" for name in TOKENS)
-    print(f"{args.target}: {model.num_parameters():,} parameters, {tokens}")
+    ids, count = {name: getattr(model.config, name) for name in TOKENS}, model.num_parameters()
+    if args.json:
+        print(json.dumps({"folder": str(args.target), "parameters": count} | ids))
+    else:
+        tokens = ", ".join(f"{name}={value}" for name, value in ids.items())
+        print(f"{args.target}: {count:,} parameters, {tokens}")
     return 0
 
 

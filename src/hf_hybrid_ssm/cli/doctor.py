@@ -12,6 +12,7 @@ import argparse
 import json
 
 from hf_hybrid_ssm.cli.parsing import add_json, parser_of
+from hf_hybrid_ssm.cli.progress import progress
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +25,6 @@ def main(arguments: list[str]) -> int:
     args = build_parser().parse_args(arguments)
     from hf_hybrid_ssm.doctor import examine, report
 
-    findings = examine()
+    findings = examine(lambda ops: progress(ops, "ops"))
     print(json.dumps(findings, indent=2) if args.json else report(findings))
     return 0

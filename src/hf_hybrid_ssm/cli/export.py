@@ -9,10 +9,11 @@ Examples:
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.next_command import next_command
-from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, check_writable, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, add_teacher, check_holds_model, check_writable, parser_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", type=Path, metavar="OUT", help="folder to write the whole model of a delta to")
     add_teacher(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
+    add_json(parser)
     return parser
 
 
@@ -29,7 +31,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if args.full is None and (args.teacher or args.overwrite):
         parser.error("--teacher and --overwrite belong to --full OUT")
-    check_is_folder(args.folder)
+    check_holds_model(args.folder)
     target = args.folder
     if args.full is not None:
         target = args.full
@@ -47,6 +49,9 @@ def main(arguments: list[str]) -> int:
 
         write_full(args.folder, target, args.teacher)
     files = check_folder(target)
+    if args.json:
+        print(json.dumps({"folder": str(target)} | files))
+        return 0
     whole = f", {files['tensors']:,} tensors" if args.full is not None else ""
     print(f"{target}: {files['code']} code files{whole}")
     has_card = (target / "README.md").exists()

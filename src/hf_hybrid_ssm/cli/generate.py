@@ -26,7 +26,7 @@ from hf_hybrid_ssm.cli.generation import (
     utf8_text,
 )
 from hf_hybrid_ssm.cli.loading import defect_of_device, load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
 from hf_hybrid_ssm.cli.read import continued
 
 
@@ -35,8 +35,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     if args.text is not None and args.prompt is not None:
         parser.error("TEXT and --prompt are the same: give one of them")
-    if is_path(args.model):
-        check_is_folder(args.model)
+    check_model_name(args.model)
     prompt = text_of(args.prompt if args.text is None else args.text)
     from transformers import set_seed
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ def check_is_folder(folder: str | Path) -> None:
         raise FileNotFoundError(f"there is no folder {str(folder)!r}.")
     if not Path(folder).is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; the folder of a saved model was expected.")
+
+
+def check_holds_model(folder: str | Path) -> None:
+    """What can be said before torch is imported: the folder is there, and its configuration too.
+
+    Raises:
+        OSError: names what is missing.
+    """
+    check_is_folder(folder)
+    if not os.path.lexists(Path(folder, "config.json")):
+        raise FileNotFoundError(f"{str(folder)!r} has no config.json: the folder of a saved model was expected.")
+
+
+def check_model_name(name: str) -> None:
+    """`check_holds_model` of a name that is that of a folder, or must have been meant as one."""
+    if is_path(name) or Path(name).is_dir():
+        check_holds_model(name)
 
 
 def is_path(name: str) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.loading import load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
+from hf_hybrid_ssm.cli.progress import progress
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,8 +41,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if args.piece < 1:
         parser.error(f"--piece {args.piece} must be at least 1")
-    if is_path(args.model):
-        check_is_folder(args.model)
+    check_model_name(args.model)
     if args.context.exists() and not args.overwrite:
         raise FileExistsError(f"{args.context} exists: choose another name, or give --overwrite.")
     if not args.context.absolute().parent.is_dir():
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     cache, begun = DynamicCache(config=model.config), time.perf_counter()
     with torch.inference_mode():
         # the last token stays unread: it is what the model continues from
-        for piece in tokens[:, :-1].to(model.device).split(args.piece, dim=1):
+        for piece in progress(tokens[:, :-1].to(model.device).split(args.piece, dim=1), "reading"):
             model.get_decoder()(piece, cache=cache, use_cache=True)
     size = save_context(cache, args.context, model, tokens=tokens, overwrite=args.overwrite)
     seconds, count = time.perf_counter() - begun, tokens.shape[1]

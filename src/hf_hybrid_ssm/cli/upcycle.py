@@ -21,6 +21,7 @@ from typing import Any
 
 from hf_hybrid_ssm.cli.next_command import next_command, talking
 from hf_hybrid_ssm.cli.parsing import add_device, check_writable, parser_of, value_of
+from hf_hybrid_ssm.cli.progress import progress
 
 KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
 FAMILIES = ("longhorn", "bst")
@@ -186,9 +187,7 @@ def _keep(text: str) -> Any:
 
 
 def _progress(steps: Any) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(steps, file=sys.stderr, leave=False)
+    return progress(steps, "texts")
 
 
 def _say(text: str) -> None:

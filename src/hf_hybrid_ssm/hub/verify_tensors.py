@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,11 @@ def check_sums(folder: str | os.PathLike) -> int:
     return len(lines)
 
 
-def check_values(folder: str | os.PathLike) -> int:
+def check_values(folder: str | os.PathLike, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> int:
     """Every number of the weights is finite; reads all of them, one tensor at a time.
+
+    Args:
+        progress: wraps the names of each file's tensors, as `tqdm` does.
 
     Returns:
         How many numbers there are.
@@ -98,7 +102,7 @@ def check_values(folder: str | os.PathLike) -> int:
     where, count = Path(folder), 0
     for file, tensors in tensors_of(where).items():
         with safe_open(where / file, framework="pt") as weights:
-            for name in tensors:
+            for name in progress(tensors):
                 tensor = weights.get_tensor(name)
                 count += tensor.numel()
                 if not tensor.is_floating_point():
