@@ -165,6 +165,19 @@ def _names(folder):
         return list(file.keys())
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_positions_that_follow_from_the_length_are_refused(kind, by_layer):
+    """Keys in a window's cache keep the frequencies that they were turned by."""
+    rule = {"rope_type": kind, "rope_theta": 100.0, "factor": 2.0}
+    config = AutoConfig.for_model("gemma3_text" if by_layer else "llama", **SIZES)
+    config.rope_parameters = (
+        {"full_attention": rule, "sliding_attention": {"rope_type": "default"}} if by_layer else rule
+    )
+    with pytest.raises(ValueError, match=f"rope_type='{kind}' turns keys by the length of the text"):
+        attention_layers(config)
+
+
 @pytest.mark.parametrize("name, reason", REFUSED.items())
 def test_what_cannot_be_a_teacher_is_refused_by_name(name, reason):
     config = AutoConfig.for_model(name, **({} if name == "gemma3" else SIZES))

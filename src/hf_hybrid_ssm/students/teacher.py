@@ -19,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs
 
+from hf_hybrid_ssm.models.configuration import ROPE_BY_LENGTH
+
 LOOKED_AT = "hybrid_student_looks"
 ADVICE = "Take another decoder with rotary positions, such as a Llama, Qwen3, OLMo 2, Gemma 3 or Granite."
 # what attention layers hand on besides queries, keys, values and the mask
@@ -149,7 +151,18 @@ def _why_not(config: Any, model_class: Any) -> str | None:
         return "some of its layers have no keys and values of their own"
     if not model_class._can_set_attn_implementation():
         return "its attention does not pass transformers' attention interface"
+    if by_length := sorted(_rope_types(config) & set(ROPE_BY_LENGTH)):
+        return (
+            f"rope_type={by_length[0]!r} turns keys by the length of the text, and those in a cache stay as they are"
+        )
     return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers: some configurations have a rule for each kind."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rules = [rule for rule in rope.values() if isinstance(rule, dict)] if "rope_type" not in rope else [rope]
+    return {rule.get("rope_type", "default") for rule in rules}
 
 
 class _Unheard(Exception):
