@@ -50,8 +50,11 @@ from hf_hybrid_ssm.upcycle import (
     memory_window,
     new_modules,
     save_delta,
+    student_config,
     upcycle,
 )
+from hf_hybrid_ssm.upcycle.choice import parts_to_keep
+from hf_hybrid_ssm.upcycle.loading import config_to_upcycle, open_teacher
 
 STAGES = ("align", "distil", "finetune")
 EVALUATION = "evaluation"
@@ -143,6 +146,14 @@ def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str,
     return replace(training, output_dir=str(Path(training.output_dir) / stage), **settings)
 
 
+def check_student(arguments: UpcycleArguments, teacher: Any) -> None:
+    """Refuse, before any weight is read, what no student of a teacher of this configuration can be."""
+    keep = arguments.keep
+    if arguments.student == "longhorn":
+        keep = parts_to_keep(teacher, keep, arguments.keep_by)
+    student_config(teacher, keep, arguments.keep_as, arguments.student, arguments.others_as, **arguments.config)
+
+
 def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, tokenizer: Any, rows: Any) -> Any:
     """The layers of a longhorn that keep their attention; some rankings read a few rows of text."""
     if arguments.student != "longhorn":
@@ -196,10 +207,12 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
     options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
+    files = open_teacher(arguments.teacher)
+    check_student(arguments, config_to_upcycle(files))
     if data.tokenizer is None:
-        teacher, own_tokenizer = load_teacher(arguments.teacher, torch.float32, **options)
+        teacher, own_tokenizer = load_teacher(files, torch.float32, **options)
     else:
-        teacher, own_tokenizer = load_teacher_model(arguments.teacher, torch.float32, **options), None
+        teacher, own_tokenizer = load_teacher_model(files, torch.float32, **options), None
     teacher.requires_grad_(False)
     if not options:
         teacher.to(training.device)

@@ -1,6 +1,10 @@
 """`hf-hybrid-ssm upcycle`: a student in an ordinary folder or as a delta, measured, and nothing replaced unasked."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import check_contents
 from hf_hybrid_ssm.hub.tables import tables_of
-from hf_hybrid_ssm.upcycle import load_teacher_model, upcycle
+from hf_hybrid_ssm.upcycle import load_teacher_model, loading, upcycle
 from tests.upcycle.teacher_files import save_teacher, write_gguf
 
 WINDOW = 300  # a text with a number to find takes most of it, in the few tokens that this tokenizer has
@@ -86,7 +90,7 @@ def test_single_groups(made, tmp_path, capsys):
 @pytest.mark.parametrize("source", ["teacher", "teacher.gguf"])
 def test_a_delta(source, made, tmp_path):
     if source.endswith("gguf"):
-        write_gguf(made / source)
+        write_gguf(made / source, keys={"llama.context_length": 1500})
     out = tmp_path / "out"
     options = ["--family", "bst", "--memory", "--delta", "--needles", "0"]
     assert run(made, out, *options, teacher=source) == 0
@@ -128,6 +132,96 @@ def test_training_by_the_recipe(made, tmp_path, capsys):
     assert "loss after align" in card and "Nothing was trained" not in card and "'rows'" not in card
     with pytest.raises(SystemExit, match="sequence_length=20 must be at least 32"):
         main([*command, "--overwrite", "--train", *settings, "sequence_length=20"])
+
+
+def test_lengths_with_no_room_for_a_number_are_left_out(made, tmp_path, capsys):
+    """Of this tokenizer a number, its question and the template are more than 150 tokens."""
+    command = ["upcycle", str(made / "teacher"), str(tmp_path / "out"), "--window", "100", "--device", "cpu"]
+    assert main([*command, "--keep", "1", "--keep-by", "even", "--needles", "2"]) == 0
+    assert "no needles in 100 tokens: too short" in capsys.readouterr().err
+    *_, needles = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    assert needles.columns == ["model", "400", "800"]
+
+
+@pytest.fixture
+def without_weights(monkeypatch):
+    """What is refused is refused before any weight is read."""
+
+    def read(*_, **__):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loading.TeacherFiles, "load_model", read)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 65}
+EARLY = [
+    ("teacher", ["--window", "1500"], "--window 1500: .* reads at most 1,500 tokens, and such a window leaves none"),
+    ("teacher", ["--window", "10"], r"--window 10: no text of 1, 4 or 8 windows .* or --needles 0\."),
+    ("teacher", ["--keep", "9"], "keep=9 must be a count between 0 and 4"),
+    ("teacher", ["--keep", "1,9"], r"names \[9\], but the teacher's layers are 0 to 3"),
+    ("teacher", ["--keep", "1:2"], r"names \[\(1, 2\)\]"),
+    ("teacher", ["--keep", "9", "--keep-by", "group_recall"], "keep=9 must be a count between 0 and 8"),
+    ("teacher", ["--text", "short.txt"], "tokens, and at least 1200 are needed"),
+    ("no tokenizer", [], "has no tokenizer"),
+    ("sliding", ["--window", "65"], "--window 65: .* see 64 tokens before their own, .* Give --window 64 or less"),
+    ("sliding", ["--window", "65", "--family", "bst"], "Give --window 64 or less"),
+    ("sliding", ["--window", "64"], "--keep: layer 2 of .* would not if it is kept: give --keep 0"),
+    ("half sliding", ["--window", "64", "--keep", "1,2"], "--keep: layer 2 of .*: name some of 0, 1"),
+    ("dynamic", [], "rope_type='dynamic' of the teacher cannot be carried over"),
+]
+
+
+@pytest.fixture(scope="module")
+def teachers(made):
+    (made / "short.txt").write_text("one two three")
+    shutil.copytree(made / "teacher", made / "no tokenizer", ignore=shutil.ignore_patterns("token*", "chat*"))
+    save_teacher(made / "sliding", "qwen2", max_window_layers=0, **SLIDING, **SHORT)
+    save_teacher(made / "half sliding", "qwen2", max_window_layers=2, **SLIDING, **SHORT)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    save_teacher(made / "dynamic", rope_parameters=dynamic, **SHORT)
+    return made
+
+
+@pytest.mark.parametrize(("name", "options", "message"), EARLY)
+@pytest.mark.usefixtures("without_weights")
+def test_what_cannot_be_is_refused_before_weights_are_read(name, options, message, teachers, tmp_path, capsys):
+    options = [str(teachers / option) if option == "short.txt" else option for option in options]
+    assert run(teachers, tmp_path / "out", *options, teacher=name) == 1
+    *_, said = capsys.readouterr().err.splitlines()
+    assert re.search(message, said) and said.startswith("hf-hybrid-ssm upcycle: ") and not (tmp_path / "out").exists()
+
+
+def test_a_sliding_teacher_keeps_its_windows_or_gets_narrower_ones(teachers, tmp_path):
+    for name, window, keep in (("sliding", "64", "0"), ("half sliding", "40", "0,1")):
+        out = tmp_path / name
+        command = ["upcycle", str(teachers / name), str(out), "--window", window, "--device", "cpu", "--needles", "0"]
+        assert main([*command, "--keep", keep]) == 0
+        config = AutoModelForCausalLM.from_pretrained(out).config
+        assert config.sliding_window == int(window) + 1
+        kept = 0 if keep == "0" else 2
+        assert config.block_types == ["full_attention"] * kept + ["sliding_attention"] * (4 - kept)
+
+
+UNREAD = {
+    "a key": ({"keys": {"llama.expert_count": 4}}, "llama.expert_count=4 is not read"),
+    "a part": ({"keys": {"split.count": 2}}, "is part 1 of 2 of a model"),
+    "cut off": ({}, "is not a complete GGUF file"),
+    "another architecture": ({"architecture": "gpt2"}, "is of the architecture 'gpt2'"),
+    "a bias": ({"tensors": {"blk.0.ffn_up.bias": torch.zeros(48)}}, "mlp_bias=True of the teacher cannot be carried"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_gguf_file_is_refused_before_torch_is_imported(kind, tmp_path):
+    fields, message = UNREAD[kind]
+    path = write_gguf(tmp_path / "teacher.gguf", **fields)
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-500])
+    code = "import sys\nfrom hf_hybrid_ssm.cli import main\nstatus = main(sys.argv[1:])\n"
+    code += "sys.exit(status if not {'torch', 'transformers'} & sys.modules.keys() else 2)"
+    command = [sys.executable, "-c", code, "upcycle", str(path), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and message in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
 
 
 def test_nothing_is_replaced_unasked(made, tmp_path, capsys):

@@ -37,48 +37,96 @@ def main(arguments: list[str]) -> int:
         raise FileExistsError(f"{str(args.out)!r} is not empty: name another folder, or give --overwrite.")
     text = None if args.text is None else args.text.read_text(encoding="utf-8")
 
+    from hf_hybrid_ssm.upcycle.early import refuse_early
+
+    refuse_early(args.teacher)
+
     import torch
     from transformers import logging
 
     from hf_hybrid_ssm.cli.loading import defect_of_device
-    from hf_hybrid_ssm.upcycle import load_teacher
+    from hf_hybrid_ssm.upcycle import choose_layers, load_teacher_model, student_config
+    from hf_hybrid_ssm.upcycle.loading import config_to_upcycle, open_teacher
 
     if reason := defect_of_device(args.device):
         parser.error(f"argument --device: {args.device!r} {reason}")
     logging.disable_progress_bar()
-    _say(f"reading {args.teacher}")
-    teacher, tokenizer = load_teacher(args.teacher)
-    teacher.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    files = open_teacher(args.teacher)
+    config = config_to_upcycle(files)
+    options = _options(args, config)
+    student_config(config, **options)  # refuses what no student can have
+    tokenizer = files.load_tokenizer()
     ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     if ids is not None and ids.shape[1] < 4 * args.window:
         raise ValueError(f"{args.text} has {ids.shape[1]} tokens, and at least {4 * args.window} are needed.")
-    options = _options(args, teacher, tokenizer)
+    prompts = _needles(args, config, tokenizer)
+    _say(f"reading {args.teacher}")
+    teacher = load_teacher_model(files)
+    teacher.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.family == "longhorn":
+        choice = choose_layers(teacher, args.keep, args.keep_by, tokenizer, window=args.window, progress=_progress)
+        print(choice)
+        options["keep"] = choice.layers
     if args.train is None:
         student = _made(args, options, teacher, tokenizer)
     else:
         student = _trained(args, options)
-    _measure(args, student, teacher, tokenizer, ids)
+    _measure(args, student, teacher, ids, prompts)
     _say(next_command(*talking(args.out, tokenizer, args.teacher if args.delta else None)))
     return 0
 
 
-def _options(args: argparse.Namespace, teacher: Any, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of `upcycle`: with the layers to keep, which are chosen here and shown."""
+def _options(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """The arguments of `upcycle`, with as many layers to keep as will be chosen.
+
+    Raises:
+        ValueError: there are none such, or windows that leave nothing out, or that are wider than the teacher's own.
+    """
+    from hf_hybrid_ssm.upcycle.choice import parts_to_keep
+    from hf_hybrid_ssm.upcycle.teachers import attention_types
+
+    if args.window >= (most := config.max_position_embeddings):
+        raise ValueError(
+            f"--window {args.window}: {args.teacher} reads at most {most:,} tokens, and such a window leaves none of "
+            "them out. Give a shorter one."
+        )
+    kinds = attention_types(config)
+    if "sliding_attention" in kinds and args.window >= config.sliding_window:
+        raise ValueError(
+            f"--window {args.window}: layers of {args.teacher} see {config.sliding_window - 1} tokens before their "
+            f"own, and were trained with no more. Give --window {config.sliding_window - 1} or less."
+        )
     if args.family == "bst":
         options: dict[str, Any] = {"family": "bst", "sliding_window": args.window}
         return options if args.memory else options | {"ssm_layers": []}
-    from hf_hybrid_ssm.upcycle import choose_layers
-
-    choice = choose_layers(teacher, args.keep, args.keep_by, tokenizer, window=args.window, progress=_progress)
-    print(choice)
+    keep = parts_to_keep(config, args.keep, args.keep_by)
+    layers = [part[0] if isinstance(part, tuple) else part for part in keep]
+    if wrong := [layer for layer in layers if kinds[layer] == "sliding_attention"]:
+        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+        instead = f"name some of {', '.join(map(str, full))}" if full else "give --keep 0"
+        raise ValueError(
+            f"--keep: layer {wrong[0]} of {args.teacher} does not see all tokens itself, and would not if it is kept: "
+            f"{instead}."
+        )
     others = "hybrid_sliding" if args.memory else "sliding_attention"
     # a Longhorn's window counts the token itself
-    return {
-        "keep": choice.layers,
-        "keep_as": "full_attention",
-        "others_as": others,
-        "sliding_window": args.window + 1,
-    }
+    return {"keep": keep, "keep_as": "full_attention", "others_as": others, "sliding_window": args.window + 1}
+
+
+def _needles(args: argparse.Namespace, config: Any, tokenizer: Any) -> Any:
+    """The texts that hide a number, made before anything takes long; none if none are wanted."""
+    from hf_hybrid_ssm.upcycle.measurements import MULTIPLES, needle_prompts
+
+    if not args.needles:
+        return {}
+    try:
+        prompts = needle_prompts(tokenizer, args.window, args.needles, config.max_position_embeddings)
+    except ValueError as error:
+        raise ValueError(f"--window {args.window}: {error} Give another --window, or --needles 0.") from error
+    for multiple in MULTIPLES:
+        if multiple not in prompts and multiple * args.window <= config.max_position_embeddings:
+            _say(f"no needles in {multiple * args.window} tokens: too short for a number and the question after it")
+    return prompts
 
 
 def _made(args: argparse.Namespace, options: dict[str, Any], teacher: Any, tokenizer: Any) -> Any:
@@ -127,7 +175,7 @@ def _trained(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_pretrained(args.out, **extra).eval()
 
 
-def _measure(args: argparse.Namespace, student: Any, teacher: Any, tokenizer: Any, ids: Any) -> None:
+def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, prompts: Any) -> None:
     """Tables on the terminal, in results.json and in the card."""
     from hf_hybrid_ssm.hub import card_of_folder
     from hf_hybrid_ssm.hub.reading import read_json
@@ -138,8 +186,8 @@ def _measure(args: argparse.Namespace, student: Any, teacher: Any, tokenizer: An
     tables = [cache_table(models, student.dtype)]
     if ids is not None:
         tables.append(loss_table(models, ids[:, : 8 * args.window], args.window))
-    if args.needles:
-        tables.append(needle_table(models, tokenizer, args.window, args.needles, _progress))
+    if prompts:
+        tables.append(needle_table(models, prompts, args.window, _progress))
     print(*tables, sep="\n\n")
     file = args.out / "results.json"
     results: dict[str, Any] = (

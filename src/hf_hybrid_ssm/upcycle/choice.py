@@ -52,6 +52,25 @@ class LayerChoice:
         return "\n".join(lines)
 
 
+def parts_to_keep(config: Any, keep: float | Sequence[Any], keep_by: str | None = None) -> list[Any]:
+    """The layers of a list, or its key/value groups; of a count or share as many as will be kept, not ranked yet.
+
+    Raises:
+        ValueError: there is no such layer, group, count, share or ranking.
+    """
+    if keep_by not in (None, *KEEP_BY):
+        raise ValueError(f"keep_by={keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
+    if not isinstance(keep, int | float):
+        return parts_of(keep, config)
+    if keep_by != "group_recall":
+        layers = config.num_hidden_layers
+        return evenly_spaced(layers, number_kept(keep, layers))
+    groups = groups_of(config)
+    if not (count := number_kept(keep, len(groups), "key/value groups")):
+        raise ValueError(f'keep={keep} keeps none of {len(groups)} key/value groups: leave out "group_recall".')
+    return groups[:count]
+
+
 def choose_layers(
     teacher: Any,
     keep: float | Sequence[Any],
@@ -82,22 +101,16 @@ def choose_layers(
         ValueError: there is no such layer, group, count, share or ranking; the teacher does not recall
             (`NoRecallError`).
     """
-    if keep_by not in (None, *KEEP_BY):
-        raise ValueError(f"keep_by={keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
-    layers = teacher.config.num_hidden_layers
+    parts = parts_to_keep(teacher.config, keep, keep_by)
     if not isinstance(keep, int | float):
-        return LayerChoice(parts_of(keep, teacher.config), "list")
+        return LayerChoice(parts, "list")
+    count, layers = len(parts), teacher.config.num_hidden_layers
     if keep_by == "group_recall":
-        groups = groups_of(teacher.config)
-        count = number_kept(keep, len(groups), "key/value groups")
-        if count == 0:
-            raise ValueError(f'keep={keep} keeps none of {len(groups)} key/value groups: leave out "group_recall".')
-        if count == len(groups):
-            return LayerChoice(groups, keep_by)
+        if count == len(groups_of(teacher.config)):
+            return LayerChoice(parts, keep_by)
         return _by_recall(teacher, count, tokenizer, window, seed, progress, rank_groups_by_recall)
-    count = number_kept(keep, layers)
     if keep_by == "even" or count in (0, layers):
-        return LayerChoice(evenly_spaced(layers, count), "even")
+        return LayerChoice(parts, "even")
     if keep_by in (None, "recall"):
         try:
             return _by_recall(teacher, count, tokenizer, window, seed, progress, rank_layers_by_recall)

@@ -8,7 +8,6 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hf_hybrid_ssm.upcycle.teachers import head_dim_of
 
-FUSED = ("phi3",)
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
@@ -32,6 +31,13 @@ def check_fused(config: Any) -> None:
             raise ValueError(f"{name}={value!r} of the teacher cannot be carried over; only {wanted[name]!r} can.")
 
 
+def unfused_config(config: Any) -> MistralConfig:
+    """The configuration of the Mistral that a Phi-3 of this configuration is."""
+    rope = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    fields = {name: getattr(config, name) for name in FIELDS}
+    return MistralConfig(**fields, head_dim=head_dim_of(config), rope_parameters=rope)
+
+
 def unfused(teacher: PreTrainedModel) -> MistralForCausalLM:
     """The same model with a matrix for each of queries, keys, values, gate and up; its matrices are views of the
     teacher's.
@@ -40,10 +46,9 @@ def unfused(teacher: PreTrainedModel) -> MistralForCausalLM:
         teacher: a Phi3ForCausalLM that `check_fused` does not refuse, plain and on one device.
     """
     given: Any = teacher.config
-    size, rows = head_dim_of(given), {name: getattr(given, name) for name in FIELDS}
+    size = head_dim_of(given)
     with torch.device("meta"):
-        rope = {"rope_type": "default", "rope_theta": given.rope_parameters["rope_theta"]}
-        model = MistralForCausalLM(MistralConfig(**rows, head_dim=size, rope_parameters=rope))
+        model = MistralForCausalLM(unfused_config(given))
     queries, keys = given.num_attention_heads * size, given.num_key_value_heads * size
     weights: dict[str, torch.Tensor] = {}
     for name, value in teacher.state_dict().items():

@@ -23,9 +23,9 @@ from hf_hybrid_ssm.hub.gguf_config import config_fields
 from hf_hybrid_ssm.hub.gguf_header import GgufHeader, read_header
 from hf_hybrid_ssm.hub.verify_others import check_safetensors, check_texts
 from hf_hybrid_ssm.hub.whole_models import load_whole
-from hf_hybrid_ssm.upcycle.fused_teachers import FUSED, check_fused, unfused
+from hf_hybrid_ssm.upcycle.fused_teachers import check_fused, unfused, unfused_config
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
-from hf_hybrid_ssm.upcycle.teachers import check_teacher
+from hf_hybrid_ssm.upcycle.teachers import FUSED, check_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -179,11 +179,24 @@ def load_teacher_model(
     return model.eval()
 
 
+def config_to_upcycle(files: TeacherFiles) -> Any:
+    """The configuration of the model that `load_teacher` will give.
+
+    Raises:
+        ValueError: it cannot be upcycled; names what is missing.
+    """
+    if files.config.model_type in FUSED:
+        check_fused(files.config)
+        return unfused_config(files.config)
+    check_teacher(files.config)
+    return files.config
+
+
 def _opened(teacher: str | os.PathLike | TeacherFiles, options: dict[str, Any]) -> tuple[TeacherFiles, dict[str, Any]]:
     """The files of a teacher that can be upcycled, as far as its configuration says; and the options that are left."""
     of_hub = {name: value for name, value in options.items() if name in OPTIONS}
     files = teacher if isinstance(teacher, TeacherFiles) else open_teacher(teacher, **of_hub)
-    (check_fused if files.config.model_type in FUSED else check_teacher)(files.config)
+    config_to_upcycle(files)
     return files, {name: value for name, value in options.items() if name not in OPTIONS}
 
 

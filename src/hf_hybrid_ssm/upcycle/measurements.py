@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,27 +20,52 @@ MULTIPLES = (1, 4, 8)
 LENGTHS = (1024, 4096, 16384, 65536)
 Progress = Callable[[Sequence[Any]], Any]
 Models = Mapping[str, Any]
+Prompt = tuple[torch.Tensor, torch.Tensor]
 
 
-def needle_table(models: Models, tokenizer: Any, window: int, samples: int, progress: Progress | None = None) -> Table:
-    """Whole answers right, of `samples` texts of 1, 4 and 8 windows that hide a number; those that a model cannot
-    read, because its positions end before them, are left out for all."""
-    limits = [getattr(model.config, "max_position_embeddings", None) for model in models.values()]
-    most = min((limit for limit in limits if limit is not None), default=MULTIPLES[-1] * window)  # None: no end
-    multiples = [multiple for multiple in MULTIPLES if multiple * window <= most]
-    right = {name: dict.fromkeys(multiples, 0) for name in models}
-    tasks = [(multiple, sample) for multiple in multiples for sample in range(samples)]
-    for multiple, sample in tasks if progress is None else progress(tasks):
-        draw = random.Random(f"{window} {multiple} {sample}")
-        ids, answer = _prompt(tokenizer, window, multiple, draw)
+def needle_prompts(tokenizer: Any, window: int, samples: int, most: int | None) -> dict[int, list[Prompt]]:
+    """Of each length, by its windows (1, 4 and 8), so many texts that hide a number, with what `_prompt` says of them.
+
+    Args:
+        most: tokens that the teacher reads; longer texts are left out, and so are those too short for a number and its
+            question. None: without end.
+
+    Raises:
+        ValueError: none is left.
+    """
+    found: dict[int, list[Prompt]] = {}
+    for multiple in MULTIPLES:
+        if most is not None and multiple * window > most:
+            continue
+        draws = [random.Random(f"{window} {multiple} {sample}") for sample in range(samples)]
+        with suppress(ValueError):  # too short
+            found[multiple] = [_prompt(tokenizer, window, multiple, draw) for draw in draws]
+    if not found:
+        raise ValueError(
+            f"no text of 1, 4 or 8 windows of {window} tokens that the teacher reads has room for a number and its "
+            "question."
+        )
+    return found
+
+
+def needle_table(
+    models: Models, prompts: Mapping[int, Sequence[Prompt]], window: int, progress: Progress | None = None
+) -> Table:
+    """Whole answers right, of the texts of `needle_prompts`."""
+    right = {name: dict.fromkeys(prompts, 0) for name in models}
+    tasks = [(multiple, prompt) for multiple, several in prompts.items() for prompt in several]
+    for multiple, (ids, answer) in tasks if progress is None else progress(tasks):
         for name, model in models.items():
             right[name][multiple] += _answers(model, ids, answer)
-    rows = [[name, *(_share(counts[multiple], samples) for multiple in multiples)] for name, counts in right.items()]
-    title = f"Needles: whole answers right of {samples}, and 95 % intervals, by the tokens of the text"
-    return Table(title, ["model", *(f"{multiple * window:,}" for multiple in multiples)], rows)
+    counts = {multiple: len(several) for multiple, several in prompts.items()}
+    rows = [
+        [name, *(_share(found[multiple], counts[multiple]) for multiple in prompts)] for name, found in right.items()
+    ]
+    title = f"Needles: whole answers right of {max(counts.values())}, and 95 % intervals, by the tokens of the text"
+    return Table(title, ["model", *(f"{multiple * window:,}" for multiple in prompts)], rows)
 
 
-def _prompt(tokenizer: Any, window: int, multiple: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+def _prompt(tokenizer: Any, window: int, multiple: int, draw: random.Random) -> Prompt:
     """The tokens (1, L) of a text that hides a number, in the chat template where there is one, with the question and
     the answer; and those of the answer alone, (N,)."""
     sample = document(needle(draw), sentences(draw), tokenizer, window, multiple, draw)

@@ -1,10 +1,13 @@
 """Which models can be upcycled, and what their configurations say of attention."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+if TYPE_CHECKING:  # so that a teacher can be refused before anything is imported
+    from transformers import PreTrainedConfig
 
 TEACHERS = ("llama", "mistral", "qwen2", "qwen3")
+FUSED = ("phi3",)
+"""Models that become one of these as they are loaded."""
 UNSUPPORTED_REASONS = {
     "gemma": "norms that multiply by 1 + weight, and scaled embeddings",
     "gemma2": "norms after each layer, and scores and logits that are capped",
@@ -24,7 +27,7 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Of these the frequencies are the same for every text; others' change with its length, under keys that are cached."""
 
 
-def check_model_type(config: PreTrainedConfig) -> None:
+def check_model_type(config: "PreTrainedConfig") -> None:
     """Refuse an architecture that is not one of `TEACHERS`.
 
     Raises:
@@ -38,7 +41,7 @@ def check_model_type(config: PreTrainedConfig) -> None:
         raise ValueError(f"model_type={kind!r} cannot be upcycled: {reason}. Known: {', '.join(TEACHERS)}.")
 
 
-def check_teacher(config: PreTrainedConfig) -> None:
+def check_teacher(config: "PreTrainedConfig") -> None:
     """Refuse a model whose layers a student cannot hold.
 
     Raises:
@@ -64,7 +67,7 @@ def check_teacher(config: PreTrainedConfig) -> None:
         )
 
 
-def attention_types(config: PreTrainedConfig) -> list[str]:
+def attention_types(config: "PreTrainedConfig") -> list[str]:
     """ "full_attention" or "sliding_attention" for each layer of the teacher."""
     count = config.num_hidden_layers
     if (named := getattr(config, "layer_types", None)) is not None:
@@ -73,7 +76,7 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
     return ["sliding_attention" if slides else "full_attention"] * count
 
 
-def has_attention_bias(config: PreTrainedConfig) -> bool:
+def has_attention_bias(config: "PreTrainedConfig") -> bool:
     """Qwen2 has biases on queries, keys and values without saying so."""
     return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
 
