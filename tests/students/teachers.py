@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import remap_legacy_layer_types
 
 from hf_hybrid_ssm.students.initial import student_of
 from hf_hybrid_ssm.students.teacher import attention_layers
@@ -58,6 +59,10 @@ TEACHERS: dict[str, dict] = {
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "starcoder2": {"sliding_window": None},
 }
+if remap_legacy_layer_types(["conv"]) != [
+    "conv"
+]:  # transformers 5.16 renames these layers, and then does not find their masks
+    del TEACHERS["lfm2"]
 FLOAT32 = ("gpt_oss", "mixtral", "qwen3_moe")
 """Experts that are multiplied in no other dtype here."""
 REFUSED = {
@@ -75,7 +80,12 @@ def teacher(name: str) -> torch.nn.Module:
     """In evaluation mode, float64 where it can be."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SIZES, **TEACHERS[name]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if name in FLOAT32 else torch.float64).eval()
+    options = {"dtype": torch.float32 if name in FLOAT32 else torch.float64}
+    if name == "gemma2":
+        options["attn_implementation"] = (
+            "eager"  # torch's attention caps no scores: old versions leave it out silently
+        )
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

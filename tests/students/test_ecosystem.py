@@ -9,6 +9,7 @@ from accelerate import cpu_offload
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm.models.cache_names import CACHE
 from tests.students.teachers import student, tokens
 from tests.tiny_models import compiles
 
@@ -99,7 +100,7 @@ def test_compiles_into_one_graph(kind):
     for place in (20, 21):
         token, position = ids[:, :1], torch.tensor([[place]])
         options = {"inputs_embeds": torch.empty(2, 1, 0, dtype=model.dtype), "position_ids": position}
-        masks = model.create_masks_for_generate(model.config, attention_mask=None, cache=static, **options)
+        masks = model.create_masks_for_generate(model.config, attention_mask=None, **{CACHE: static}, **options)
         options = {"attention_mask": masks, "position_ids": position, "continues_documents": True}
         close(compiled(token, cache=static, **options).logits, model(token, cache=dynamic).logits)
 

@@ -153,7 +153,8 @@ def test_folders_have_the_teachers_names_and_load_by_the_auto_classes(name, tmp_
     assert bool(saved - own) == (name != "gpt_oss")  # which has sinks of its own
     config = json.loads((tmp_path / "student" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "hybrid_student" and config["teacher_type"] == name
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    chosen = teacher(name).config._attn_implementation
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student", attn_implementation=chosen)
     assert type(loaded) is type(model) and isinstance(loaded, (HybridStudentForCausalLM, type(teacher(name))))
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 

@@ -230,14 +230,14 @@ def unchanged(kind: str, reach: int | None) -> LayerPlan:
 def teacher_attention(config: Any) -> list[tuple[str, int | None]]:
     """For each layer of a decoder "full", "window" with the tokens that it sees before each, "other" (chunks, sparse
     attention) or "none" (a convolution, a recurrence)."""
-    from transformers.cache_utils import get_layer_types_and_kwargs  # needs torch, which a configuration does not
-
-    kinds = {"full_attention": "full", "conv": "none", "linear_attention": "none", "dummy": "other"}
-    found: list[tuple[str, int | None]] = []
-    for name, options in zip(*get_layer_types_and_kwargs(config.get_text_config(decoder=True))):
-        window = name == "sliding_attention"
-        found.append(("window", options["sliding_window"] - 1) if window else (kinds.get(name, "other"), None))
-    return found
+    window, names = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if names is None:
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        name = "sliding_attention" if window is not None else "chunked_attention" if chunked else "full_attention"
+        names = [name] * config.num_hidden_layers
+    kinds = {"full_attention": "full", "sliding_attention": "window", "conv": "none", "linear_attention": "none"}
+    reach = None if window is None else window - 1  # transformers' windows count the token itself
+    return [(kinds.get(name, "other"), reach if name == "sliding_attention" else None) for name in names]
 
 
 def key_value_groups(config: Any) -> int:

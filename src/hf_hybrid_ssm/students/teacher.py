@@ -145,6 +145,8 @@ def _why_not(config: Any, model_class: Any) -> str | None:
         return "it is of several parts: load its language model alone"
     if config.is_encoder_decoder or not getattr(config, "is_causal", True):
         return "its tokens see the future"
+    if getattr(config, "is_heterogeneous", False):
+        return "its layers have configurations of their own"
     if getattr(config, "use_bidirectional_attention", None):
         return "use_bidirectional_attention: its tokens see the future"
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
