@@ -40,9 +40,10 @@ def test_generate(name, made, capsys):
     wanted = capsys.readouterr().out
     assert main(["generate", str(made / name), *said]) == 1
     assert "nothing outside of the folder is read unasked" in capsys.readouterr().err
-    for word in (str(made / "teacher.gguf"), "recorded"):
-        assert main(["generate", str(made / name), *said, "--teacher", word]) == 0
-        assert capsys.readouterr().out == wanted
+    assert main(["generate", str(made / name), *said, "--teacher", str(made / "teacher.gguf")]) == 0
+    assert capsys.readouterr().out == wanted
+    assert main(["generate", str(made / name), *said, "--teacher", "recorded"]) == 1  # which takes names on the Hub
+    assert "was made of the folder or file 'teacher.gguf'" in capsys.readouterr().err
     assert main(["generate", str(made / "whole"), *said, "--teacher", "x"]) == 1
     assert "--teacher x is for a delta" in capsys.readouterr().err
 

@@ -204,6 +204,7 @@ def test_a_length_is_named_where_rotary_positions_have_no_bound(variant):
         # which sentence-transformers compares with a number
         assert getattr(each, "max_position_embeddings", 2048) == 2048
         assert each.to_dict() == config.to_dict()
+    assert config == config_of(variant) != config_of(variant, vocab_size=62)
 
 
 def test_lengths_that_were_set_stay():

@@ -268,5 +268,5 @@ def test_faults_are_found(tmp_path):
     pickle.loads(pickle.dumps(Payload(tmp_path)))
     assert (tmp_path / "executed").exists()
     with pytest.raises(AttributeError) as raised:
-        HybridConfigMixin.check_positive(object(), "size")  # type: ignore[arg-type]
+        HybridConfigMixin.check_multiple(object(), "size", "of")  # type: ignore[arg-type]
     assert from_this_package(raised.value) and not isinstance(raised.value, CLEAR)

@@ -233,6 +233,7 @@ def test_code_between_is_told_by_its_place(way, variant, monkeypatch):
 
 def test_code_of_libraries_that_move_tensors_is_known():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # of another test of this process
     model = own_language_model("longhorn")
     accelerate.hooks.add_hook_to_module(model.get_decoder().layers[0], accelerate.hooks.AlignDevicesHook("cpu"))
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model, evaluation_mode=True)

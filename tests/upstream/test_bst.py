@@ -95,9 +95,11 @@ class BstLikeLlamaTest(OtherLayers, BstTest):
     }
 
     test_model_rope_scaling_from_config_0_linear = CausalFamilyTests.test_model_rope_scaling_from_config_0_linear
-    test_model_rope_scaling_from_config_1_dynamic = CausalFamilyTests.test_model_rope_scaling_from_config_1_dynamic
     test_model_rope_scaling_from_config_2_yarn = CausalFamilyTests.test_model_rope_scaling_from_config_2_yarn
     test_model_rope_with_partial_rotation = CausalFamilyTests.test_model_rope_with_partial_rotation
+
+    @unittest.skip("positions that follow from a text's length are refused")
+    def test_model_rope_scaling_from_config_1_dynamic(self): ...
 
 
 class BstRetrievalTest(OtherLayers, BstTest):

@@ -55,6 +55,9 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
         "sliding_window": 5,
     }
 
+    @unittest.skip("positions that follow from a text's length are refused")
+    def test_model_rope_scaling_from_config_1_dynamic(self): ...
+
     def test_attention_outputs(self):
         """As upstream, but only full attention has a matrix of weights to return."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
@@ -75,3 +78,6 @@ class LonghornWindowTest(OtherLayers, CausalFamilyTests, unittest.TestCase):
         "block_types": ["linear_attention", "sliding_attention"],
         "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
     }
+
+    @unittest.skip("positions that follow from a text's length are refused")
+    def test_model_rope_scaling_from_config_1_dynamic(self): ...

@@ -82,6 +82,13 @@ class AbsentWhenNone:
             vars(config)[self.name] = value
 
 
+def _equal(one: Any, other: Any) -> bool:
+    """As of dataclasses; a field that is absent is one that is None."""
+    if type(one) is not type(other):
+        return NotImplemented
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in one.__dataclass_fields__)
+
+
 class HybridConfigMixin:
     """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
 
@@ -103,6 +110,10 @@ class HybridConfigMixin:
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     _following: frozenset[str]
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+        cls.__eq__ = _equal  # type: ignore[method-assign]  # or the dataclass reads fields that are absent
+        super().__init_subclass__(*args, **kwargs)
 
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]

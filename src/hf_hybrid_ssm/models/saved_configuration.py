@@ -49,7 +49,7 @@ def check_sizes(saved: Mapping[str, Any]) -> None:
 
 def _check_implementations(name: str, value: Any) -> None:
     """`check_implementation` of a saved field, and of those of a configuration inside of it."""
-    chooses = name.removeprefix("_").removesuffix("_internal")
+    chooses = str(name).removeprefix("_").removesuffix("_internal")
     check_implementation(chooses, value)
     if isinstance(value, dict) and chooses not in INSIDE:
         for inner, chosen in value.items():
