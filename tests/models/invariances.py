@@ -119,7 +119,7 @@ def check_rollback(model, ids: torch.Tensor, cuts: list[int], removed: int) -> f
     cache.crop(-removed)
     kept = ids.shape[1] - removed
     assert cache.get_seq_length() == kept
-    tail = ids.flip(1)[:, :3]
+    tail = ids.flip(1)[:, :8]  # more than a window, so that all of the states are read
     logits = model(tail, past_key_values=cache, use_cache=True).logits
     return deviation(logits, whole(model, torch.cat([ids[:, :kept], tail], 1))[:, kept:])
 

@@ -189,6 +189,35 @@ def test_a_hybrid_block_is_the_sum_of_its_parts():
         torch.testing.assert_close(state, apart[name])
 
 
+def test_mixed_attention_by_the_equation():
+    """Each head sees all tokens with a temperature, or the window without, and stays in its place."""
+    model = build({**TINY, **MIXED, "attn_scale": 0.7, "sliding_window": 4, "floor_scale": 3}).double()
+    seen = {}
+    for index in (0, 2):
+        model.model.layers[index].self_attn.register_forward_hook(
+            lambda layer, inputs, outputs: seen.update({layer: (inputs[0], inputs[2], outputs[0])})
+        )
+    model(inv.random_ids(model, 2, 11))
+    assert [layer.full_groups for layer in seen] == [[1], [0, 2]]
+    i = torch.arange(11)
+    distance = i[:, None] - i
+    warmth = 1 + 0.7 * torch.log1p(torch.floor((i + 1).double() / 3))
+    for layer, (hidden, (cosines, sines), found) in seen.items():
+        q, k, v = (part(hidden).unflatten(-1, (-1, 4)) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+        turned = [
+            part * cosines[:, :, None] + torch.cat([-part[..., 2:], part[..., :2]], -1) * sines[:, :, None]
+            for part in (q, k)
+        ]
+        heads = []
+        for head in range(6):
+            is_full = head // 2 in layer.full_groups
+            query = turned[0][:, :, head] * (warmth[:, None] if is_full else 1)
+            logits = query @ turned[1][:, :, head // 2].mT / 2
+            sees = (distance >= 0) & (is_full | (distance < 4))
+            heads.append(logits.masked_fill(~sees, -torch.inf).softmax(-1) @ v[:, :, head // 2])
+        torch.testing.assert_close(found, layer.o_proj(torch.cat(heads, -1)), rtol=1e-6, atol=1e-6)
+
+
 def test_a_row_in_training_gets_its_window_or_does_not():
     """In training alone, and as it is: nothing is scaled."""
     fields = {**HYBRID, "num_hidden_layers": 1, "block_types": ["hybrid_sliding"], "window_dropout": 0.4}
