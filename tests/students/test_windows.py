@@ -25,8 +25,15 @@ from tests.students.teachers import (
 LENGTH = 24
 EVERY = pytest.mark.parametrize("name", TEACHERS)
 # windows alone, and beside them attention to all tokens with one kind of sink or the other
-CASES = [(name, kind) for i, name in enumerate(TEACHERS) for kind in ("windows", ("constant", "first_token")[i % 2])]
-CASES = pytest.mark.parametrize("name, kind", CASES)
+PAIRS = [(name, kind) for i, name in enumerate(TEACHERS) for kind in ("windows", ("constant", "first_token")[i % 2])]
+CASES = pytest.mark.parametrize("name, kind", PAIRS)
+
+
+def cases(option, *values):
+    """Each pair with one of the values: both values for each teacher."""
+    return pytest.mark.parametrize(
+        f"name, kind, {option}", [(*pair, values[(i + i // 2) % 2]) for i, pair in enumerate(PAIRS)]
+    )
 
 
 @EVERY
@@ -56,8 +63,7 @@ def test_pieces_and_tokens_equal_the_whole(name, kind):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
 
 
-@CASES
-@pytest.mark.parametrize("side", ["left", "right"])
+@cases("side", "left", "right")
 def test_padding_is_not_read(name, kind, side):
     """In a prompt, and by what follows it."""
     model, ids, more = student(name, kind), tokens(2, LENGTH), tokens(2, 3, seed=1)
@@ -87,8 +93,7 @@ def test_a_cache_goes_back(name, kind):
     torch.testing.assert_close(model(ids[:, 15:], cache=cache).logits, wanted[:, 15:], **tolerance(name))
 
 
-@CASES
-@pytest.mark.parametrize("told_by", ["seq_idx", "position_ids"])
+@cases("told_by", "seq_idx", "position_ids")
 def test_packed_rows_equal_each_alone(name, kind, told_by):
     """At once and in pieces, one of which begins within a document and one with the next."""
     model, ids = student(name, kind), tokens(1, LENGTH)

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from hf_hybrid_ssm.students.attention import own_attention
 from hf_hybrid_ssm.students.configuration import (
     HybridStudentConfig,
     LayerPlan,
@@ -20,6 +19,7 @@ from hf_hybrid_ssm.students.configuration import (
     teacher_attention,
     unchanged,
 )
+from hf_hybrid_ssm.students.forward import own_attention
 from hf_hybrid_ssm.students.memory import MemoryInstead
 from hf_hybrid_ssm.students.modeling import student_class
 from hf_hybrid_ssm.students.teacher import attention_layers

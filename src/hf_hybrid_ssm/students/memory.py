@@ -21,8 +21,8 @@ from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
-from hf_hybrid_ssm.students.attention import Beside, Forward
 from hf_hybrid_ssm.students.configuration import LayerPlan
+from hf_hybrid_ssm.students.forward import Beside, Forward
 from hf_hybrid_ssm.students.sinks import rotated
 from hf_hybrid_ssm.students.teacher import AttentionLayer
 

@@ -10,8 +10,7 @@ their teacher's names.
 import inspect
 import re
 import sys
-from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +19,6 @@ from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    MoeCausalLMOutputWithPast,
-    MoeModelOutputWithPast,
-)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils.generic import merge_with_config_defaults
 
@@ -38,13 +31,7 @@ from hf_hybrid_ssm.models.cache import (
     may_overwrite_states,
     tokens_and_packing_state,
 )
-from hf_hybrid_ssm.models.cache_names import (
-    CACHE,
-    BaseModelOutputWithCache,
-    CacheByBothNames,
-    CausalLMOutputWithCache,
-    by_both_cache_names,
-)
+from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
 from hf_hybrid_ssm.models.compat import PackedGeneration
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.ended_rows import reads_padding
@@ -54,10 +41,12 @@ from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
-from hf_hybrid_ssm.students.attention import PREFIX, Forward, Ranks, WindowedAttention, implementation
+from hf_hybrid_ssm.students.attention import WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_cache, student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
+from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
+from hf_hybrid_ssm.students.outputs import by_both_names, with_both_names
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
@@ -369,38 +358,6 @@ class HybridStudentForCausalLM(
         return {STATE_LAYER_TYPE: attention_mask, OF_TEACHER: own}
 
 
-@dataclass
-class MoeModelOutputWithCache(CacheByBothNames, MoeModelOutputWithPast):
-    """transformers' `MoeModelOutputWithPast`, whose cache has both names."""
-
-
-@dataclass
-class MoeCausalLMOutputWithCache(CacheByBothNames, MoeCausalLMOutputWithPast):
-    """transformers' `MoeCausalLMOutputWithPast`, whose cache has both names."""
-
-
-OUTPUTS: dict[type, type] = {
-    BaseModelOutputWithPast: BaseModelOutputWithCache,
-    CausalLMOutputWithPast: CausalLMOutputWithCache,
-    MoeModelOutputWithPast: MoeModelOutputWithCache,
-    MoeCausalLMOutputWithPast: MoeCausalLMOutputWithCache,
-}
-
-
-def by_both_names(output: Any) -> Any:
-    """An output of a teacher, whose cache has both names."""
-    kind = OUTPUTS.get(type(output))
-    return output if kind is None else kind(**{part.name: getattr(output, part.name) for part in fields(output)})
-
-
-def _with_both_names(forward: Any) -> Any:
-    @wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return by_both_names(forward(*args, **kwargs))
-
-    return call
-
-
 def student_class(teacher: Any) -> Any:
     """The class of students of a teacher's class: a language model, or the base model of one."""
     if teacher not in _MADE:
@@ -425,7 +382,7 @@ def _make_class(teacher: Any) -> Any:
     if is_base:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
-        members["forward"] = by_both_cache_names(_with_both_names(teacher.forward))
+        members["forward"] = by_both_cache_names(with_both_names(teacher.forward))
     made = type(name, (HybridStudentModel if is_base else HybridStudentForCausalLM, teacher), members)
     conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
     if conversions is not None and not is_base:  # the teacher's weights are stored under other names than it has them
