@@ -82,6 +82,21 @@ def test_generate_streams_what_the_model_says(variant, tmp_path, capsys):
     assert found["text"] == text and found["prompt"] == "one two" and found["new_tokens"] == len(expected)
 
 
+def test_a_decoder_writes_no_more_than_it_has_positions_for(tmp_path, capsys):
+    """The default of 100 tokens is more than this one has; what was written is not lost in an error."""
+    folder = save_checkpoint(tmp_path / "seq2seq", "encoder-decoder")
+    file = folder / "generation_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"suppress_tokens": [fields["eos_token_id"]]}))
+    limit = config_of("encoder-decoder").max_target_positions
+    assert limit < 100 and main(["generate", str(folder), TEXT, "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["new_tokens"] == limit
+    assert f"the text ends after {limit} tokens: the decoder has no more positions." in said.err
+    assert main(["generate", str(folder), TEXT, "--json", "--max-new-tokens", str(limit)]) == 0
+    assert "positions" not in capsys.readouterr().err
+
+
 def test_generate_samples_by_seed_and_reads_the_input(checkpoint, capsys, monkeypatch):
     texts = []
     for seed in (1, 1, 2):

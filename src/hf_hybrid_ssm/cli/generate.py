@@ -15,6 +15,7 @@ Examples:
 import argparse
 import json
 import sys
+from typing import Any
 
 from hf_hybrid_ssm.cli.generation import (
     add_generation,
@@ -45,6 +46,9 @@ def main(arguments: list[str]) -> int:
     if args.seed is not None:
         set_seed(args.seed)
     options = options_of(args)
+    limit = most_tokens(model.config)
+    if limit is not None:
+        options["max_new_tokens"] = min(args.max_new_tokens, limit)
     is_chat = tokenizer.chat_template is not None and not args.raw and args.context is None
     if args.context is not None:
         inputs, options["cache"] = continued(args.context, tokenizer, model, prompt)
@@ -60,7 +64,15 @@ def main(arguments: list[str]) -> int:
     else:
         advice = "Leave out --raw, and the prompt is put into the chat template of the folder."
     say_why_empty(answer, advice)
+    if answer.finish_reason == "length" and limit is not None and limit < args.max_new_tokens:
+        print(f"the text ends after {limit} tokens: the decoder has no more positions.", file=sys.stderr)
     return 0
+
+
+def most_tokens(config: Any) -> int | None:
+    """The learned positions of a decoder, of which each token takes one; None where nothing ends."""
+    is_learned = getattr(config, "decoder_position_embedding_type", None) == "learned"
+    return config.max_target_positions if is_learned else None
 
 
 def text_of(prompt: str | None) -> str:
