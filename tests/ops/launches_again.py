@@ -34,10 +34,17 @@ def scan(
     )
 
 
-def convolution(batch: int = 1, dtype: torch.dtype = torch.float32, shift: int = 0, *, taps: int = 4) -> Callable:
+def convolution(
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    shift: int = 0,
+    *,
+    taps: int = 4,
+    activation: str | None = "silu",
+) -> Callable:
     x = torch.zeros(batch, 1, D + shift, dtype=dtype)[..., shift:]
     weight, bias, state = (torch.zeros(shape, dtype=dtype) for shape in ((D, taps), (D,), (batch, taps - 1, D)))
-    return lambda: causal_conv(x, weight, bias, activation="silu", rows=ROWS, initial_state=state)
+    return lambda: causal_conv(x, weight, bias, activation=activation, rows=ROWS, initial_state=state)
 
 
 CASES: dict[str, Callable] = {
@@ -52,6 +59,7 @@ CASES: dict[str, Callable] = {
     "a convolution in bfloat16": convolution(dtype=torch.bfloat16),
     "a convolution of unaligned rows": convolution(shift=1),
     "a convolution of two taps": convolution(taps=2),
+    "a convolution without activation": convolution(activation=None),  # which constants alone tell apart
 }
 
 

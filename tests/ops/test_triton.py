@@ -82,7 +82,7 @@ def test_a_launch_that_is_remembered_gets_what_triton_gives():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("watched by a profiler") == {"binds": [0, 1]}
     more_rows = {"a scan of more rows", "a convolution of more rows"}  # only the grid is another
-    assert len(found) == 11 and more_rows < set(found)
+    assert len(found) == 12 and more_rows < set(found)
     for name, launch in found.items():
         assert launch["binds"] == ([0, 0] if name in more_rows else [1, 0]), name
         assert launch["as many"]
