@@ -16,7 +16,7 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "torch": Tested("2.6", "2.13.0"),
+    "torch": Tested("2.6", "2.14.1"),
     "transformers": Tested("5.16", "5.24.0"),
     "peft": Tested("0.18", "0.21.2"),
     "trl": Tested("1.0", "1.16.0"),
