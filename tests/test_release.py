@@ -100,7 +100,7 @@ def test_the_source_distribution_has_tests_recipes_and_docs(built):
     committed = ["benchmarks/results/training.png", "tests/test_release.py", "model_cards/README.md", "Makefile"]
     for wanted in (*committed, "docs/training.md", "recipes/demo.py", "constraints.txt", "CITATION.cff", "LICENSE"):
         assert wanted in inside
-    assert not [name for name in inside if name.startswith((".git/", ".venv", "build/", "runs/"))]
+    assert not [name for name in inside if name.startswith((".git/", ".venv", "build/", "runs/", "findings"))]
 
 
 def test_the_metadata_can_be_shown_anywhere(built):

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from tests.tiny_models import LONGHORN, TOKENS
@@ -36,6 +37,7 @@ def test_a_query_grows_by_the_logarithm_of_the_lengths_it_has_passed():
         )
 
     AttentionInterface.register("multiplied_by_hand", attend)
+    AttentionMaskInterface.register("multiplied_by_hand", sdpa_mask)
     by_hand, model, plain = model_of(), model_of(attn_scale=0.3, floor_scale=4), model_of()
     by_hand.set_attn_implementation("multiplied_by_hand")
     ids = ids_of(2, 21)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -14,6 +16,8 @@ from transformers import (
     DynamicCache,
     StaticCache,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
@@ -619,3 +623,17 @@ def test_flash_attention_runs_windows_from_their_start(monkeypatch, with_mask):
     torch.testing.assert_close(torch.cat([first, rest], 1)[real], expected[real], rtol=1e-9, atol=1e-11)
     if not with_mask:
         torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_an_attention_of_ones_own_needs_a_mask_function():
+    """transformers gives it no mask otherwise, and padding and other documents would be read."""
+    model, ids = build(HYBRID), torch.randint(3, 61, (1, 20))
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    expected = model(ids, attention_mask=mask).logits[:, 7:]
+    AttentionInterface.register("own", sdpa_attention_forward)
+    model.set_attn_implementation("own")
+    with pytest.raises(ValueError, match="attn_implementation='own' has no mask function"):
+        model(ids, attention_mask=mask)
+    AttentionMaskInterface.register("own", sdpa_mask)
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, 7:], expected)

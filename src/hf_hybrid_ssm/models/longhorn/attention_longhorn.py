@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
@@ -329,9 +329,17 @@ def attention_masks(
     """The masks of the attention layers, by layer type.
 
     Documents are found by `rows` only: given positions, transformers would look for them again.
+
+    Raises:
+        ValueError: transformers makes no masks for the implementation of attention.
     """
     if "full_attention" not in config.layer_types:
         return {}
+    if config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} has no mask function, without which its layers "
+            "attend to padding and to other documents: give one of that name to AttentionMaskInterface.register."
+        )
     starts, past, real = rows.starts, rows.past, rows.full_token_mask
     has_begun = None
     if starts is not None and config._attn_implementation == "flex_attention":
