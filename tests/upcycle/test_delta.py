@@ -88,6 +88,22 @@ def test_a_student_comes_back_exactly(name, kind, teachers, tmp_path):
     assert kept and kept <= delta.carried.keys()
 
 
+@pytest.mark.parametrize("kind", ["folder", "untied folder"])
+def test_what_carries_over_twice_is_two_parameters(kind, teachers, tmp_path):
+    """A tensor of the teacher that two parameters begin with has its own memory in each: they are trained apart."""
+    student, _ = upcycle(load_teacher_model(teachers[kind]), **STUDENTS["bst"])
+    carried = list(save_delta(student, tmp_path, teachers[kind]).carried.values())
+    assert len(set(carried)) < len(carried)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers[kind])
+    memory = [parameter.untyped_storage().data_ptr() for parameter in found.parameters()]  # a tied one counts once
+    assert len(set(memory)) == len(memory)
+    before = {name: parameter.detach().clone() for name, parameter in found.named_parameters()}
+    for name, parameter in found.named_parameters():
+        with torch.no_grad():
+            parameter += 1
+        torch.testing.assert_close(parameter.detach(), before[name] + 1)
+
+
 def test_only_what_is_new_is_saved(teachers, tmp_path):
     """Of an output projection with more columns than the teacher's, the others; of windows alone, their sinks."""
     windows = student_of(teachers["folder"], "bst, windows alone")
