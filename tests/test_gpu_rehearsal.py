@@ -92,6 +92,7 @@ def test_the_page_has_the_plan():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     parts = [[name, str(part.seconds), part.about] for name, part in PARTS.items()]
     seconds = {row[0]: row[1] for row in rows}
+    rows = rows[: [row[0] for row in rows].index("all") + 1]  # the plan; the last rehearsal's table comes after it
     assert [row for row in rows if row[0] in PARTS] == parts
     assert [seconds[of] for of in ("a start", "two calls", "all")] == [
         str(number) for number in (plan.START, 2 * plan.PAUSE, plan.BUDGET)
