@@ -59,13 +59,13 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         )
     keys = _Keys(header)
     fields: dict[str, Any] = {"model_type": MODEL_TYPES[architecture]}
-    fields |= {field: keys.integer(name) for name, field in SIZES.items()}
+    fields |= {field: keys.integer(name, least=1) for name, field in SIZES.items()}
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    fields["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
+    fields["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads, least=1)
     fields["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
-    size = keys.integer("attention.key_length", width // max(1, heads))
+    size = keys.integer("attention.key_length", width // heads, least=1)
     fields["head_dim"] = size
-    for name, default in (("attention.value_length", width // max(1, heads)), ("rope.dimension_count", size)):
+    for name, default in (("attention.value_length", width // heads), ("rope.dimension_count", size)):
         if (found := keys.integer(name, default)) != size:
             raise ValueError(
                 f"{where!r}: {keys.prefix}{name}={found}, and heads of {size} are not read so: {INSTEAD}."
@@ -113,12 +113,13 @@ class _Keys:
     def take(self, name: str, default: Any = None) -> Any:
         return self.left.pop(name, default)
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 0) -> int:
         value = self.take(name, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]  # of each layer
-        if value is None or isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{self.where!r}: {self.prefix}{name}={value!r}, and one whole number was expected.")
+        if value is None or isinstance(value, bool) or not isinstance(value, int) or value < least:
+            wanted = f"one whole number of at least {least}"
+            raise ValueError(f"{self.where!r}: {self.prefix}{name}={value!r}, and {wanted} was expected.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -57,7 +57,7 @@ def tokenizer_of(header: GgufHeader) -> PreTrainedTokenizerBase:
     if is_bytes and split not in {*LIKE_GPT2, *SINGLE_DIGITS, *known}:
         raise ValueError(
             f"{where!r}: tokenizer.ggml.pre={split!r} is not known to transformers {transformers.__version__}, which "
-            f"would split texts in another way: {INSTEAD}."
+            f"would split texts in another way: {INSTEAD}, or a newer transformers."
         )
     try:
         backend, _ = build(header.architecture, {name: fields[key] for key, name in READ.items() if key in fields})

@@ -126,7 +126,10 @@ def open_teacher(path_or_name: str | os.PathLike, on_hub: bool = False, **option
         header = read_header(path)
         fields = config_fields(header)
         header.check_complete()
-        return TeacherFiles(name, AutoConfig.for_model(**fields), header)
+        try:
+            return TeacherFiles(name, AutoConfig.for_model(**fields), header)
+        except Exception as error:  # whatever sizes raise that do not fit each other
+            raise ValueError(f"teacher={name!r}: {in_one_line(error)}") from error
     if not on_hub and path.is_dir():
         _check_has_model(path)
         config = check_texts(path)
@@ -175,8 +178,14 @@ def load_teacher_model(
     model = files.load_model(dtype, **options)
     if is_fused:
         model = unfused(model)
+        model.name_or_path = model.config.name_or_path = files.source
     check_weights(model)
     return model.eval()
+
+
+def load_tokenizer(path_or_name: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that need not be one that can be upcycled."""
+    return open_teacher(path_or_name).load_tokenizer()
 
 
 def config_to_upcycle(files: TeacherFiles) -> Any:
