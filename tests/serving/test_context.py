@@ -391,6 +391,35 @@ def test_what_is_no_state_of_the_model_is_refused_in_a_line(forged, variant, pat
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("variant", GROWING)
+def test_keys_are_those_of_the_text(variant, path):
+    """Not of more tokens than it has, where a layer keeps them of all: neither all of its tensors nor one."""
+    model, length = language_model(variant), 9
+    cache = read(model, random_ids(model, 1, length))
+
+    def longer(one=None):
+        def change(_, tensors):
+            for name in own if one is None else [one]:
+                axis = tensors[name].shape.index(length)
+                more = tensors[name].narrow(axis, 0, 1)
+                tensors[name] = torch.cat([tensors[name], more], axis)
+
+        return change
+
+    saved(cache, path, model)
+    own = [
+        name
+        for name, tensor in load_file(path).items()
+        if length in tensor.shape[1:] and any(name.startswith(f"layers.{layer}.") for layer in GROWING[variant])
+    ]
+    assert {name.rsplit(".", 1)[1] for name in own} >= {"keys", "values"}
+    for one in (None, next(name for name in own if name.endswith("keys"))):
+        saved(cache, path, model, overwrite=True)
+        rewritten(path, longer(one))
+        with pytest.raises(ValueError, match=rf"{one or own[0].partition('.')[0]}.* must have shape"):
+            load_context(path, model)
+
+
 def test_no_bit_of_the_header_can_change(book):
     """Every letter of it, one at a time: `num_tokens` of 40 that becomes 10 would read 30 tokens again."""
     model, content = language_model("spade s4 window"), book.read_bytes()
