@@ -79,8 +79,8 @@ def test_every_part(tree, tmp_path):
     results = tree / "runs" / "card_rehearsal"
     before = (results / "gpu_training.json").read_bytes()
     shutil.rmtree(results)
-    (tree / ahead.FOLDER.relative_to(ROOT)).mkdir(parents=True)
-    shutil.copy(archive, tree / ahead.FOLDER.relative_to(ROOT))
+    (tree / "build" / "card_rehearsal").mkdir(parents=True)
+    shutil.copy(archive, tree / "build" / "card_rehearsal")
     again = rehearse(tree, tmp_path / "out")
     assert said.count(": ok (") == int(re.search(r"(\d+) cases come from", again)[1]) and ": ok (" not in again
     assert (results / "gpu_training.json").read_bytes() == before
@@ -249,7 +249,7 @@ def status_of(folder, monkeypatch, chosen, *options):
     monkeypatch.setattr(driver, "watch", watch)
     monkeypatch.setattr(driver, "BEGIN", time.time())
     monkeypatch.setattr("benchmarks.gpu.report.TABLES", {})  # which show other figures
-    words = f"gpu --device cpu --rehearse --results {folder} --resume {folder / 'none'} --cases".split()
+    words = f"gpu --device cpu --rehearse --results {folder} --resume {folder / 'none'} --out {folder} --cases".split()
     monkeypatch.setattr(sys, "argv", [*words, chosen, *options])
     return main()
 

@@ -3,4 +3,4 @@
 # PYTHON is the Python that has torch, OUT the folder of the archive. Arguments: see bash tools/card.sh --help
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 export PYTHONUNBUFFERED=1 PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m benchmarks.gpu --out "${OUT:-build/card}" "$@"
+exec "${PYTHON:-python3}" -m benchmarks.gpu ${OUT:+--out "$OUT"} "$@"

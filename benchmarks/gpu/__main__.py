@@ -7,10 +7,11 @@
 
 `benchmarks.gpu.plan` has the parts, in the order of what decides most, and the share of the time that each has. A
 case that fails, takes more than a minute or ends its process is recorded as failed, and the others run. Results lie
-in runs/card (runs/card_rehearsal), where a second command on the same machine finds them. After every case
-OUT/gpu.tar.gz holds them all, with the page, gpu.md, at the end. The results in build/card/gpu.tar.gz count too, an
-archive of a machine that was given back, and programs in build/card (`benchmarks.gpu.compile_ahead`) are used. A
-change of the sources has those cases run again that are about them.
+in runs/card, where a second command on the same machine finds them. After every case gpu.tar.gz in build/card (or in
+OUT) holds them all, with the page, gpu.md, at the end. The results in build/card/gpu.tar.gz count too, an archive of a
+machine that was given back, and programs in build/card (`benchmarks.gpu.compile_ahead`) are used. A rehearsal has
+folders of its own, runs/card_rehearsal and build/card_rehearsal. A change of the sources has those cases run again
+that are about them.
 
 Status 0: every case that was asked for has run and is right; 1: one is not; 2: this cannot run; 3: some have not run.
 """
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 BEGIN = time.time()
 AT_THE_END = 10  # seconds: the page, the archive, and a process that is ended
 CLOCK = "gpu_clock.json"
+ARCHIVE = "gpu.tar.gz"
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,12 +51,15 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", type=pattern, default=pattern(""), help="only cases in whose names this is found")
     parser.add_argument("--results", type=Path, help="folder of the JSON files")
     parser.add_argument("--out", type=Path, help="folder of gpu.tar.gz, the archive of all results and the page")
-    parser.add_argument("--resume", type=Path, default=ahead.FOLDER / "gpu.tar.gz", help="an archive that counts")
+    parser.add_argument("--resume", type=Path, help="an archive whose results count (default: build/card/gpu.tar.gz)")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
-    arguments.results = arguments.results or ROOT / "runs" / ("card_rehearsal" if arguments.rehearse else "card")
+    name = "card_rehearsal" if arguments.rehearse else "card"
+    arguments.results = arguments.results or ROOT / "runs" / name
+    arguments.out = arguments.out or ROOT / "build" / name
+    arguments.resume = arguments.resume or ROOT / "build" / name / ARCHIVE
     return arguments
 
 
@@ -75,14 +80,14 @@ def main() -> int:
 
     settings = Settings(arguments.device, arguments.rehearse)
     identity = {"device": device_name(settings.device), "rehearsal": settings.rehearse}
-    store = Store(arguments.results, identity, archive=arguments.out and arguments.out.resolve() / "gpu.tar.gz")
+    store = Store(arguments.results, identity, archive=arguments.out.resolve() / ARCHIVE)
     if arguments.until:
         from benchmarks.gpu.child import run_cases
 
         return run_cases(settings, store, arguments.until, arguments.cases)
     clock = Clock(arguments.results / CLOCK, BEGIN)
     if arguments.resume.is_file():
-        print(f"{store.resume(arguments.resume)} cases come from {arguments.resume}.", flush=True)
+        print(f"{store.resume(arguments.resume)} cases come from {os.path.relpath(arguments.resume)}.", flush=True)
         clock.resume(text_in(arguments.resume, CLOCK) or "[]")
     try:
         print(ahead.unpack(ahead.CACHE, ahead.ARCHIVE), flush=True)
@@ -98,14 +103,15 @@ def main() -> int:
 
 
 def report(arguments: argparse.Namespace, settings: "Settings", store: "Store", clock: Clock) -> int:
-    """The page, the archive, and the status."""
-    from benchmarks.gpu.report import asked_of, failures, overview, write_report
+    """Write the page and the archive, and say what there is; → the status."""
+    from benchmarks.gpu.report import asked_of, failures, made, overview, write_report
 
     asked, waiting = asked_of(store, arguments.cases)
-    where = write_report(store, settings, clock)
+    page = write_report(store, settings, clock)
     clock.write()
-    store.pack(where)
-    print(f"{overview(store)}\n{clock.account()} {where}", flush=True)
+    store.pack(page)
+    print(f"{made(store, settings)}\n\n{overview(store)}\n{clock.account()}", flush=True)
+    print(f"All of it is in {os.path.relpath(arguments.out / ARCHIVE)}.", flush=True)
     if not asked and not waiting:
         print(f"--cases {arguments.cases.pattern!r} is found in no case", file=sys.stderr)
         return 2
@@ -136,7 +142,7 @@ def watch(arguments: argparse.Namespace, until: float, mark: Path, clock: Clock)
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", arguments.device, "--until", str(until)]
     command += ["--results", str(arguments.results.resolve()), "--cases", arguments.cases.pattern]
     command += ["--rehearse"] if arguments.rehearse else []
-    command += ["--out", str(arguments.out.resolve())] if arguments.out else []
+    command += ["--out", str(arguments.out.resolve())]
     longest = LONGEST_CASE * (10 if arguments.rehearse else 1)  # a CPU may be busy with something else
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ahead.environment(arguments.device)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)

@@ -55,9 +55,9 @@ def pack(cache: Path, archive: Path) -> float:
 def unpack(cache: Path, archive: Path) -> str:
     """Fill the folder from an archive if there is one; what came of it, in a line."""
     if not archive.is_file():
-        return f"There is no {archive}: every program is compiled here."
+        return f"There is no {os.path.relpath(archive)}: every program is compiled here."
     if importlib.util.find_spec("triton") is None:
-        return f"Triton is not installed: {archive} is of no use here."
+        return f"Triton is not installed: {os.path.relpath(archive)} is of no use here."
     own(cache)
     with tarfile.open(archive) as tar:
         tar.extractall(cache, filter="data")

@@ -99,7 +99,8 @@ def run_of(op: Run, inputs: list[torch.Tensor], backward: bool) -> Run:
 
 def tensors(settings: Settings, *shapes: tuple[int, ...], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     options = {"device": settings.device, "dtype": dtype or settings.dtype}
-    return [torch.randn(shape, **options).requires_grad_() for shape in shapes]
+    make = torch.empty if settings.only_launches else torch.randn
+    return [make(shape, **options).requires_grad_() for shape in shapes]
 
 
 def longhorn(settings: Settings, shape: tuple, backward: bool, kernel: str) -> Run:
