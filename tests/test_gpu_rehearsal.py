@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import ahead, child, plan, requirements
+from benchmarks.gpu import ahead, child, models, plan, requirements
 from benchmarks.gpu.__main__ import age, arguments_of, main
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.plan import PARTS, about, digest
@@ -419,6 +419,23 @@ def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
     cache.symlink_to(tmp_path)
     with pytest.raises(ValueError, match="is not this user's folder"):
         ahead.unpack(cache, archive)
+
+
+@pytest.mark.parametrize("what", ["output logits", "model.norm.weight"])
+def test_a_model_that_is_off_is_found(what, monkeypatch):
+    """On the device, which computes first."""
+    compute, computed = models.outputs_and_gradients, []
+
+    def wrong(model, inputs, device):
+        found = compute(model, inputs, device)
+        computed.append(found)
+        return found | ({what: 1.01 * found[what]} if len(computed) % 2 else {})
+
+    settings = Settings("cpu", True)
+    with settings.plain_torch():
+        assert "error" not in models.stack(settings, "Longhorn", "plain")
+        monkeypatch.setattr(models, "outputs_and_gradients", wrong)
+        assert "float32" in models.stack(settings, "Longhorn", "plain")["error"]
 
 
 def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
