@@ -6,11 +6,13 @@ import pickle
 import pytest
 import torch
 from accelerate import cpu_offload
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.models.cache_names import CACHE
-from tests.students.teachers import student, tokens
+from hf_hybrid_ssm.serving import PrefixCache, load_context, save_context
+from hf_hybrid_ssm.students.initial import student_config
+from tests.students.teachers import SIZES, student, tokens
 from tests.tiny_models import compiles
 
 KINDS = pytest.mark.parametrize("kind", ["constant", "first_token"])
@@ -136,6 +138,30 @@ def test_a_cache_of_another_model_is_refused():
         model(ids[:1], cache=cache)
     with pytest.raises(ValueError, match="continuous batching"):
         model.generate_batch([[1, 2]])
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_a_context_in_a_file_and_prefixes_that_are_kept(name, kind, tmp_path):
+    model, ids, more = student(name, kind), tokens(1, 20), tokens(1, 4, seed=3)
+    both = torch.cat([ids, more], 1)
+    with torch.no_grad():
+        save_context(model(ids, use_cache=True).cache, tmp_path / "context", model, tokens=ids)
+        cache = load_context(tmp_path / "context", model).cache
+        close(model(more, cache=cache).logits, model(both).logits[:, 20:])
+    prefixes, wanted = PrefixCache(max_bytes=10**7), model.generate(both, **GREEDY)
+    model.generate(ids, prefix_cache=prefixes, **GREEDY)
+    assert torch.equal(model.generate(both, prefix_cache=prefixes, **GREEDY), wanted)
+
+
+def test_weights_may_be_rounded(tmp_path):
+    config = student_config(LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 256}), keep=[1], window=5)
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf_hybrid_ssm.LowBitConfig(bits=8))
+    assert type(rounded.model.layers[0].self_attn.q_proj).__name__ == "LowBitLinear"
+    close(rounded(ids).logits, model(ids).logits, 0.1 * float(model(ids).logits.abs().max()))
 
 
 def test_attention_weights_where_all_layers_are_kept():

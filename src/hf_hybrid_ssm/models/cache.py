@@ -505,15 +505,19 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     if not cache.layers and isinstance(cache, DynamicCache):
         cache.layers = DynamicCache(config=config).layers
         cache.layer_class_to_replicate = None
-    layers = cache.layers
-    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in config.layer_types]
+    if hasattr(config, "fit_cache"):  # a student's, some of whose layers keep what their teacher's keep
+        config.fit_cache(cache)
+    layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
+    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:
-        filled = any(layer.is_initialized and not is_recurrent_state_layer(layer) for layer in layers)
+        filled = any(
+            getattr(layer, "is_initialized", False) and not is_recurrent_state_layer(layer) for layer in layers
+        )
         advice = " A prefix of keys and values (PEFT's prefix tuning) has no place before a state: use prompt tuning "
         advice += "(PromptTuningConfig) or P-tuning (PromptEncoderConfig), which learn tokens."
         raise ValueError(
             f"cache has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
-            f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
+            f"model ({len(wanted)} layers, layer_types={layer_types}); make it with "
             f"`DynamicCache(config=model.config)`.{advice if filled else ''}"
         )
     for index, layer in enumerate(layers):

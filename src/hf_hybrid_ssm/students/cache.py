@@ -1,20 +1,12 @@
 """The cache layers of students: this package's where there is a window, transformers' elsewhere."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
-from hf_hybrid_ssm.models.cache import (
-    RecurrentStateLayer,
-    StaticRecurrentStateLayer,
-    is_recurrent_state_layer,
-    prepare_cache,
-)
-from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer, StaticRecurrentStateLayer, is_recurrent_state_layer
 
 
 class WindowedLayer(RecurrentStateLayer):
@@ -39,29 +31,8 @@ class StaticWindowedLayer(StaticRecurrentStateLayer):
     offload = prefetch = WindowedLayer.offload
 
 
-@dataclass
-class _Layers:
-    """What `prepare_cache` asks a configuration."""
-
-    layer_types: list[str]
-    model_type: str
-
-
-def student_cache(cache: Cache | None, config: HybridStudentConfig, batch_size: int, length: int) -> Cache:
-    """The cache to use in a forward of `length` tokens, as of `prepare_cache`: a new one, or the given one with its
-    empty layers fitted.
-
-    Raises:
-        TypeError, ValueError, IndexError: as of `prepare_cache`.
-    """
-    cache = DynamicCache(config=config) if cache is None else cache
-    fit_cache(cache, config)
-    kinds = [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in config.plan.layers]
-    return prepare_cache(cache, _Layers(kinds, config.model_type), batch_size, length)
-
-
-def fit_cache(cache: Any, config: HybridStudentConfig) -> None:
-    """Replace empty layers of a cache that was made for the teacher where the student has a window, in place."""
+def fit_cache(cache: Any, config: Any) -> None:
+    """As of `HybridStudentConfig`."""
     if isinstance(cache, DynamicCache) and not cache.layers:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
     layers = getattr(cache, "layers", [])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 KINDS = ("full", "window", "none")
@@ -145,6 +146,17 @@ class HybridStudentConfig(PreTrainedConfig):
         if read is None or read[0] is not self.student:
             read = self.__dict__["_read"] = self.student, Student.of(self.student or {})
         return read[1]
+
+    @property
+    def cache_layer_types(self) -> list[str]:
+        """What `prepare_cache` expects: this package's layers, or the teacher's."""
+        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.plan.layers]
+
+    def fit_cache(self, cache: Any) -> None:
+        """Replace the empty layers of a cache that was made for the teacher where this student keeps other things."""
+        from hf_hybrid_ssm.students.cache import fit_cache  # needs torch, which a configuration does not
+
+        fit_cache(cache, self)
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""

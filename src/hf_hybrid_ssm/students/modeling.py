@@ -29,6 +29,7 @@ from hf_hybrid_ssm.models.cache import (
     holds_states,
     is_recurrent_state_layer,
     may_overwrite_states,
+    prepare_cache,
     tokens_and_packing_state,
 )
 from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
@@ -42,7 +43,6 @@ from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import WindowedAttention, implementation
-from hf_hybrid_ssm.students.cache import fit_cache, student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -213,7 +213,7 @@ class HybridStudentModel(StudentMixin):
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("cache cannot be used with gradient checkpointing, which would read its tokens twice.")
         if use_cache or cache is not None:
-            cache = student_cache(cache, self.config, *given.shape[:2])
+            cache = prepare_cache(cache, self.config, *given.shape[:2])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
         rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
@@ -336,7 +336,7 @@ class HybridStudentForCausalLM(
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
-            fit_cache(cache, self.config)
+            self.config.fit_cache(cache)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
