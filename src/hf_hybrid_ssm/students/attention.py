@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
     AttentionState,
@@ -24,7 +25,7 @@ from hf_hybrid_ssm.ops.local_attention import (
     document_ranks,
     local_attention,
 )
-from hf_hybrid_ssm.students.configuration import LayerPlan
+from hf_hybrid_ssm.students.configuration import LayerPlan, Student
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.sinks import ConstantSink, first_tokens, last_of, products
 
@@ -40,15 +41,15 @@ class WindowedAttention(RecurrentMixin):
     tokens and then of the others; and for a constant sink q·k (B, L, heads).
 
     Args:
+        plan, groups: of the layer; `groups` of the teacher.
+        student: the layer's.
         place: of `Forward.angles`; None where a sink is not turned.
     """
 
-    window_dropout = 0.0
-    """In training, the share of rows that a memory alone serves."""
-
-    def __init__(self, layer_idx: int, plan: LayerPlan, groups: int, place: tuple[Any, int] | None):
+    def __init__(self, layer_idx: int, plan: LayerPlan, groups: int, student: Student, place: Any):
         assert plan.window is not None  # `HybridStudentConfig` refuses windows without a size
         self.layer_idx, self.groups, self.place = layer_idx, groups, place
+        self.window_dropout, self.most_groups = student.window_dropout, student.most_full_groups(groups)
         self.sink, self.left = plan.sink, plan.window
         windowed = [group for group in range(groups) if group not in plan.groups]
         self.parts = [("", windowed, Window.of((plan.window, 0)))]
@@ -141,8 +142,8 @@ class WindowedAttention(RecurrentMixin):
         remembered, more = memory(*inputs[count + has_logits :], past=past, rows=rows)
         return torch.cat([self._together(outputs).flatten(2), remembered], 2), states | more
 
-    @staticmethod
     def _attend(
+        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -164,6 +165,8 @@ class WindowedAttention(RecurrentMixin):
         Args:
             logits: (B, L, heads), q·k of a sink.
         """
+        if isinstance(served := past.get("keys"), ServedKeys) and window.left is None:
+            return self._ask(served, query, key, value, scale=scale), {}
         sink: dict[str, Any] = {}
         if s_aux is not None:
             sink["sink_logits"] = s_aux.float()[None, :, None].expand(query.shape[:3])
@@ -186,6 +189,15 @@ class WindowedAttention(RecurrentMixin):
             **sink,
         )
         return output, {} if state is None else _named(state, prefix)
+
+    def _ask(self, served: ServedKeys, *heads: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention to all tokens by a server, of as many groups in every layer, since its pages have one size: zeros
+        fill up."""
+        missing, shared = self.most_groups - heads[1].shape[1], heads[0].shape[1] // heads[1].shape[1]
+        counts = (missing * shared, missing, missing)
+        wide = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x, more in zip(heads, counts))
+        by_head = served.attend(*wide, scale=scale).unflatten(2, (-1, heads[2].shape[3]))
+        return by_head[:, :, : heads[0].shape[1]].transpose(1, 2)
 
     def _with_first_token(
         self,

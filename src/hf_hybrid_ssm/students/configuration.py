@@ -83,6 +83,10 @@ class Student:
         layers = tuple(_layer(index, layer) for index, layer in enumerate(saved.get("layers", ())))
         return cls(**{**saved, "layers": layers})
 
+    def most_full_groups(self, groups: int) -> int:
+        """The key/value groups, of so many, that see all tokens in the layer that has most of them."""
+        return max((groups if layer.attention == "full" else len(layer.groups) for layer in self.layers), default=0)
+
     def to_dict(self) -> dict[str, Any]:
         """What `of` takes: of each layer, what is not the default."""
         layers = []

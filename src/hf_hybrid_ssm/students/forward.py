@@ -9,6 +9,7 @@ import torch
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_hybrid_ssm.models.cache import served_keys
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import moved
@@ -103,6 +104,9 @@ class Forward:
         if windowed is not None:
             return windowed.attend(module, query, key, value, self, **options), None
         query = self.scaled(query, value.dtype)
+        if self.cache is not None and (served := served_keys(self.cache, module.layer_idx)) is not None:
+            scale = options.get("scaling") or query.shape[-1] ** -0.5
+            return served.attend(query, key, value, scale=scale).unflatten(2, (query.shape[1], -1)), None
         mask = self.within_documents(mask, query, key)
         return own_attention(module)(module, query, key, value, mask, **options)
 

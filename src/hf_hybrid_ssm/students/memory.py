@@ -34,6 +34,8 @@ class HeadMixer(LonghornMixer):
     """A Longhorn mixer with the heads of the attention beside it: keys and queries are projected from its input, with
     that attention's norms and rotation, and each head has its share of the channels."""
 
+    takes_pages = False  # nor does the window beside it
+
     def __init__(self, config: LonghornConfig, layer_idx: int, attention: Any, layer: AttentionLayer, rotate: Any):
         super().__init__(config, layer_idx)
         size, rank, bias = self.num_heads * self.state_size, int(config.time_step_rank), config.use_bias

@@ -42,7 +42,7 @@ from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
-from hf_hybrid_ssm.students.attention import WindowedAttention, implementation
+from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -50,7 +50,7 @@ from hf_hybrid_ssm.students.outputs import by_both_names, with_both_names
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
-OF_TEACHER = "teacher"
+OF_TEACHER = "full_attention"
 """Beside the mask of states, in masks made ahead of compiled decoding: what the teacher's own layers take."""
 KEPT = (
     "base_model_prefix",
@@ -127,6 +127,7 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
+    uses_positions = True
     counts_documents = False
     """Some memory needs to know how many documents a row holds at most."""
 
@@ -168,8 +169,7 @@ class HybridStudentModel(StudentMixin):
             )
         module: Any = self.get_submodule(layer.name)
         place: Any = (self._layer_type(index), plan.window) if plan.sink == "constant" and layer.turned else None
-        module.windowed = WindowedAttention(index, plan, layer.groups, place)
-        module.windowed.window_dropout = self.config.plan.window_dropout
+        module.windowed = WindowedAttention(index, plan, layer.groups, self.config.plan, place)
         if plan.sink == "constant":
             sizes = layer.groups - len(plan.groups), layer.key_size, layer.value_size
             module.sink = ConstantSink(*sizes, layer.turned or 0, rotate)
@@ -306,8 +306,9 @@ def _ranks(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch
     """(B or 1, L) int64, the tokens before each token in its document, of rows whose real tokens come first."""
     seen = None
     for layer in () if cache is None else cache.layers:
-        if is_recurrent_state_layer(layer) and "seen" in layer.states:  # the same in all layers
-            seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(device)
+        states = layer.states if is_recurrent_state_layer(layer) else {}
+        if (known := states.get("seen", states.get(OF_WINDOW + "seen"))) is not None:  # the same in all layers
+            seen = rows.continued({"seen": known})["seen"].to(device)
             break
     return document_ranks(rows.length, seen=seen, seq_idx=rows.seq_idx, device=device)
 
