@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.ops.linear_kl_divergence import linear_kl_divergence
-from hf_hybrid_ssm.upcycle.student import Student, new_modules
+from hf_hybrid_ssm.upcycle.student import new_modules
 
 
 @contextmanager
@@ -77,7 +77,7 @@ class _Passed(nn.Module):
 
 
 def alignment_losses(
-    student: Student, teacher: PreTrainedModel, *, token_weights: torch.Tensor | None = None, **inputs: Any
+    student: Any, teacher: PreTrainedModel, *, token_weights: torch.Tensor | None = None, **inputs: Any
 ) -> dict[int, torch.Tensor]:
     """How far each new mixer, or each attention with context states, is from the teacher's attention, given the
     teacher's own input to it.
