@@ -27,7 +27,7 @@ from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, Delta, is_delta,
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.upcycle.loading import TeacherFiles, load_teacher, open_teacher
+from hf_hybrid_ssm.upcycle.loading import TeacherFiles, open_teacher, weights_as_saved
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 TEACHER = "HF_HYBRID_SSM_TEACHER"
@@ -71,8 +71,10 @@ def save_delta(
     source = teacher.source if isinstance(teacher, Teacher) else teacher
     if source is None:
         raise ValueError("the teacher has no source that a delta could name: give its folder, name or file.")
-    is_read = isinstance(teacher, Teacher) and teacher.is_as_saved
-    weights = (teacher if is_read else load_teacher(source)).model.state_dict()  # type: ignore[union-attr, arg-type]
+    if isinstance(teacher, Teacher) and teacher.is_as_saved:
+        weights = teacher.model.state_dict()
+    else:
+        weights = weights_as_saved(source)
     own = {name: value.detach().cpu() for name, value in _untied(student).items() if not _is_same(value, weights, name)}
     if not student.state_dict().keys() & weights.keys() - own.keys():
         raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
@@ -146,7 +148,7 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
     shapes = check_tensors(where, config_of_folder(where))
     own = own_tensors(where)
     files = teacher_of(where, teacher)
-    weights = load_teacher(files).model.state_dict()
+    weights = weights_as_saved(files)
     if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
         raise ValueError(
             f"teacher={files.source!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
