@@ -5,8 +5,8 @@
 All of its weights learn the teacher's distribution of the next token. Rows are stretches of `train_files`: some plain,
 most as a chat in which facts of the kinds that may be trained on (`HELD_IN`) lie between the lines and are asked for in
 turns, beside sentences of the text that are to be continued. Rows are made from their number, so that a run that was
-stopped goes on where it was. Writes the student to `output_dir`; kinds that are held out are for
-`python -m hf_hybrid_ssm.evaluation.recall_tasks.kinds_table`.
+stopped goes on where it was. Writes the student to `output_dir`; recall_kinds.py asks it for the kinds that are held
+out. `max_steps=0` writes it untrained.
 """
 
 import random
@@ -18,7 +18,7 @@ from _lib.documents import paths_of
 from _lib.training import Trainer, checkpoint_to_resume, say
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import TrainingArguments, default_data_collator, set_seed
 
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, KINDS
@@ -124,6 +124,9 @@ class RecallTrainer(Trainer):
         super()._set_signature_columns_if_needed()
         self._signature_columns = [*(self._signature_columns or []), "token_weights"]
 
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(train_dataset or self.train_dataset)  # more steps are more of the same rows
+
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         ids, weights = inputs["input_ids"], inputs["token_weights"]
         with torch.no_grad():
@@ -147,7 +150,8 @@ def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> No
     trainer = RecallTrainer(
         model=student, args=training, train_dataset=rows, data_collator=default_data_collator, teacher=teacher
     )
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir))
+    if training.max_steps:
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir))
     student.config.use_cache = True
     student.save_pretrained(training.output_dir)
     tokenizer.save_pretrained(training.output_dir)

@@ -1,7 +1,4 @@
-"""What models recall of facts of many kinds in real texts: whole answers, beside the teacher's.
-
-    python -m hf_hybrid_ssm.evaluation.recall_tasks.kinds_table TEACHER STUDENT ... --files FILE ... --lengths 1024 2048
-"""
+"""What models recall of facts of many kinds in real texts: whole answers, beside the teacher's."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +9,7 @@ import torch
 from hf_hybrid_ssm.evaluation.intervals import wilson_interval
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText
 from hf_hybrid_ssm.hub.tables import Table
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 Answers = list[tuple[str, bool]]
 """(kind, whether the whole answer is right), text by text."""
@@ -22,13 +20,10 @@ def answers_of(model: Any, texts: Sequence[RealText], progress: Callable[[Any], 
     """Whether each token of an answer is the model's first choice, for every question. A text is read once."""
     found: Answers = []
     for text in texts if progress is None else progress(texts):
-        read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1).past_key_values
+        read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1)[CACHE]
         for asked in text.asked:
-            logits = model(
-                asked.ids.to(model.device),
-                past_key_values=copy.deepcopy(read),
-                logits_to_keep=len(asked.answer) + 1,
-            ).logits[0, :-1]
+            options = {CACHE: copy.deepcopy(read), "logits_to_keep": len(asked.answer) + 1}
+            logits = model(asked.ids.to(model.device), **options).logits[0, :-1]
             found.append((asked.kind, bool((logits.argmax(-1).cpu() == asked.answer).all())))
     return found
 
@@ -54,7 +49,7 @@ def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
         for length, found in by_length.items():
             row.append(_share(sum(right for _, right in found), len(found)))
             known = [own for (_, own), (_, its) in zip(found, answers[teacher][length], strict=True) if its]
-            row.append("" if name == teacher else f"{_percent(sum(known), len(known))}")
+            row.append("" if name == teacher else _percent(sum(known), len(known)))
         every = [each for found in by_length.values() for each in found]
         row += [str(sum(right for kind, right in every if kind == one)) for one in kinds]
         rows.append(row)

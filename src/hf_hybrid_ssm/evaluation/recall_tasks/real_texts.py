@@ -60,7 +60,7 @@ def real_texts(
 ) -> list[RealText]:
     """Texts of at most `length` tokens with question and answer, each with a fact of every kind.
 
-    Files take turns. Every fact ends more than a window before the question. A question follows the text in the chat
+    Files take turns. Every fact ends more than a window before the end of the question. A question follows the text in the chat
     template, where there is one, and the reply begins as the question's does.
 
     Args:
