@@ -102,7 +102,7 @@ class UpcycleArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
-        self.choice()
+        self.student()
         if self.keep_by is not None and not isinstance(self.keep, int | float):
             raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
         if not self.temperature > 0:
@@ -120,13 +120,18 @@ class UpcycleArguments:
         if self.teacher_states is not None and self.distil is None:
             raise ValueError(f"teacher_states={self.teacher_states!r} are for distil, which has no settings.")
 
-    def choice(self) -> Keep:
-        return Keep(self.keep, self.keep_by, self.window)
+    def student(self) -> tuple[Keep, dict[str, Any]]:
+        """As of `student_settings`, without `init`."""
+        own = ("keep", "keep_by", "window", "memory", "instead", "memory_layers")
+        return student_settings(self.config | {name: getattr(self, name) for name in own})
 
-    def options(self) -> dict[str, Any]:
-        """Further arguments of `upcycle`, but for `init`."""
-        own = ("memory", "instead", "memory_layers")
-        return {name: getattr(self, name) for name in own} | self.config
+
+def student_settings(given: dict[str, Any], window: int = 256) -> tuple[Keep, dict[str, Any]]:
+    """What a student of settings such as {keep: 6, keep_by: recall, memory: longhorn} keeps, and the other arguments of
+    `upcycle`."""
+    options = dict(given)
+    keep = Keep(options.pop("keep", 0.2), options.pop("keep_by", None), options.pop("window", window))
+    return keep, options
 
 
 def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
@@ -176,12 +181,13 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
     files = open_teacher(arguments.teacher)
-    planned = config_of(files.config, arguments.choice(), **arguments.options())  # refuses what no student can have
+    keep, options = arguments.student()
+    planned = config_of(files.config, keep, **options)  # refuses what no student can have
     window = checked_window(arguments, data, planned, stages)
     own_tokenizer = files.load_tokenizer() if data.tokenizer is None else None
-    options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
-    model = files.load_model(torch.float32, **options).requires_grad_(False)
-    if not options:
+    place = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
+    model = files.load_model(torch.float32, **place).requires_grad_(False)
+    if not place:
         model.to(training.device)
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
@@ -193,8 +199,8 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     train, validation = split_rows(train, validation, data)
 
     teacher = Teacher(model, tokenizer, files.source)
-    choice = choose_layers(teacher, arguments.choice(), lambda steps: progress(steps, "texts"))
-    student, report = upcycle(teacher, choice, init=arguments.init, **arguments.options())
+    choice = choose_layers(teacher, keep, lambda steps: progress(steps, "texts"))
+    student, report = upcycle(teacher, choice, init=arguments.init, **options)
     say(report)
     train = with_recall_rows(train, tokenizer, arguments.recall_share, arguments.window, training.seed)
     states = None
