@@ -102,7 +102,7 @@ class UpcycleArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
-        self.student()
+        student_settings(self.student())
         if self.keep_by is not None and not isinstance(self.keep, int | float):
             raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
         if not self.temperature > 0:
@@ -120,18 +120,28 @@ class UpcycleArguments:
         if self.teacher_states is not None and self.distil is None:
             raise ValueError(f"teacher_states={self.teacher_states!r} are for distil, which has no settings.")
 
-    def student(self) -> tuple[Keep, dict[str, Any]]:
-        """As of `student_settings`, without `init`."""
-        own = ("keep", "keep_by", "window", "memory", "instead", "memory_layers")
-        return student_settings(self.config | {name: getattr(self, name) for name in own})
+    def student(self) -> dict[str, Any]:
+        """Settings as of `student_settings`."""
+        own = ("keep", "keep_by", "window", "memory", "instead", "memory_layers", "init")
+        return self.config | {name: getattr(self, name) for name in own}
 
 
 def student_settings(given: dict[str, Any], window: int = 256) -> tuple[Keep, dict[str, Any]]:
-    """What a student of settings such as {keep: 6, keep_by: recall, memory: longhorn} keeps, and the other arguments of
-    `upcycle`."""
+    """What a student of such settings keeps, and the other arguments of `upcycle`.
+
+    Args:
+        given: such as {keep: 6, keep_by: recall, memory: longhorn}.
+        window: where none is given.
+    """
     options = dict(given)
     keep = Keep(options.pop("keep", 0.2), options.pop("keep_by", None), options.pop("window", window))
     return keep, options
+
+
+def planned(teacher: Any, given: dict[str, Any], window: int = 256) -> Any:
+    """The configuration of a student, from its teacher's: refuses what cannot be, before any weight is read."""
+    keep, options = student_settings(given, window)
+    return config_of(teacher, keep, **{name: value for name, value in options.items() if name != "init"})
 
 
 def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
@@ -181,9 +191,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
     files = open_teacher(arguments.teacher)
-    keep, options = arguments.student()
-    planned = config_of(files.config, keep, **options)  # refuses what no student can have
-    window = checked_window(arguments, data, planned, stages)
+    window = checked_window(arguments, data, planned(files.config, arguments.student()), stages)
     own_tokenizer = files.load_tokenizer() if data.tokenizer is None else None
     place = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
     model = files.load_model(torch.float32, **place).requires_grad_(False)
@@ -199,8 +207,9 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     train, validation = split_rows(train, validation, data)
 
     teacher = Teacher(model, tokenizer, files.source)
+    keep, options = student_settings(arguments.student())
     choice = choose_layers(teacher, keep, lambda steps: progress(steps, "texts"))
-    student, report = upcycle(teacher, choice, init=arguments.init, **options)
+    student, report = upcycle(teacher, choice, **options)
     say(report)
     train = with_recall_rows(train, tokenizer, arguments.recall_share, arguments.window, training.seed)
     states = None

@@ -33,7 +33,7 @@ from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
-from upcycle import STAGES, UpcycleArguments, upcycle_model
+from upcycle import STAGES, UpcycleArguments, planned, upcycle_model
 
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
@@ -123,8 +123,7 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     start = Path(arguments.output_dir) / f"start-{name}-{seed}"
     torch.manual_seed(seed)
     if from_scratch:
-        keep, options = upcycling.student()
-        config = config_of(open_teacher(upcycling.teacher).config, keep, **options)
+        config = planned(open_teacher(upcycling.teacher).config, upcycling.student())
         AutoModelForCausalLM.from_config(config).save_pretrained(start)
     elif intermediate_size is not None:
         teacher = load_teacher(upcycling.teacher, torch.float32).model

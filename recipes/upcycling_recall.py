@@ -34,12 +34,12 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from upcycle import student_settings, within
+from upcycle import planned, student_settings, within
 
 from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.upcycle import Teacher, upcycle
 from hf_hybrid_ssm.upcycle.loading import open_teacher
-from hf_hybrid_ssm.upcycle.student import config_of, new_modules
+from hf_hybrid_ssm.upcycle.student import new_modules
 
 KINDS = ("pairs", "first_token")
 STAGES = ("align", "finetune")
@@ -190,8 +190,7 @@ def recall(arguments: UpcyclingRecallArguments, training: TrainingArguments) -> 
     for task in tasks.values():  # every student can be made, before the first teacher trains
         config = new_config("llama", **(arguments.teacher | {"vocab_size": task.vocab_size}))
         for fields in arguments.students.values():
-            keep, options = student_settings({name: value for name, value in fields.items() if name != "init"})
-            config_of(config, keep, **options)
+            planned(config, fields)
     claim(folder, settings, arguments.overwrite, "*.json")
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in tasks}
     figures: dict[str, Any] = {}

@@ -6,8 +6,8 @@ Most of their layers see a window only.
 
 Judges a teacher, and in `students` checkpoints, or what `upcycle()` makes of it. Nothing is trained. Recall is that of
 lm-eval's recall tasks, at several windows, with Wilson's intervals; loss is that of `files` between `edges`; with
-`written_tokens` students also write, and the teacher scores it. Writes results.json to `output_dir`, and to `results`. A
-report that was stopped goes on with what it lacks.
+`written_tokens` students also write, and the teacher scores it. Writes results.json to `output_dir`, and to `results`.
+A report that was stopped goes on with what it lacks.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from _lib.training import say, write_figures
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from upcycle import student_settings
+from upcycle import planned, student_settings
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.evaluation import (
@@ -54,7 +54,7 @@ class ReportArguments:
     students: dict[str, str | dict[str, Any]] = field(
         default_factory=dict,
         metadata={
-            "help": "name: a checkpoint, a delta of this teacher, or keep, keep_by, window and other arguments of upcycle()"
+            "help": "name: a checkpoint, a delta of this teacher, or keep, keep_by, window and more of upcycle()"
         },
     )
     window: int = field(default=256, metadata={"help": "tokens that a token of students sees before its own"})
@@ -173,13 +173,9 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     check_claim(folder, settings, arguments.overwrite)
     files = open_teacher(arguments.teacher)
-    made = {
-        name: student_settings(student, arguments.window)
-        for name, student in arguments.students.items()
-        if not isinstance(student, str)
-    }
-    for keep, options in made.values():  # every student can be made, before any weight is read
-        config_of(files.config, keep, **{name: value for name, value in options.items() if name != "init"})
+    for given in arguments.students.values():
+        if not isinstance(given, str):
+            planned(files.config, given, arguments.window)
     teacher = load_teacher(files, dtype=getattr(torch, arguments.dtype))
     judge = Judge(arguments, teacher, texts_of(arguments, teacher.tokenizer))
     claim(folder, settings, arguments.overwrite, "*.json")
@@ -188,7 +184,7 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
         if isinstance(student, str):
             found[name] = judge.judge(name, partial(_loaded, arguments, student))
             continue
-        keep, options = made[name]
+        keep, options = student_settings(student, arguments.window)
         kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, keep, folder))
         say(f"{name}: {kept['text']}")
         chosen = replace(keep, parts=kept["layers"], by=None)
