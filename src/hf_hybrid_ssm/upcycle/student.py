@@ -8,15 +8,20 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
-from hf_hybrid_ssm.students.initial import SinkChoice, student_config, student_of
+from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
 from hf_hybrid_ssm.students.sinks import ConstantSink
+from hf_hybrid_ssm.students.teacher import attention_layers
 from hf_hybrid_ssm.upcycle.choice import Keep, LayerChoice, choose_layers
+from hf_hybrid_ssm.upcycle.divergence import text_of
+from hf_hybrid_ssm.upcycle.probe_prompts import made_text
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 ATTN_SCALE = 0.1
 """As in Llama 4."""
 INITS = ("projections", "random")
 AUTO = "auto"
+BEYOND = 512
+"""Tokens of a text whose window has left the first one, by which sinks are chosen."""
 
 
 @dataclass
@@ -61,7 +66,9 @@ def config_of(
     """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
-    plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": "constant" if sink == AUTO else sink}
+    if sink == AUTO:
+        sink = "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+    plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
     plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
     config = student_config(teacher, **plan, **memory_fields)
     own = teacher_attention(teacher)
@@ -89,6 +96,7 @@ def upcycle(
     attn_scale: float | None = None,
     init: str = "projections",
     window_dropout: float = 0.0,
+    text: torch.Tensor | None = None,
     **memory_fields: Any,
 ) -> tuple[Any, UpcycleReport]:
     """A student that starts from a trained transformer: of its own class, with its weights, and windows in most layers.
@@ -108,6 +116,7 @@ def upcycle(
             queries. None: 0.1 where some see all tokens beside windows with sinks, else 0.
         init: memories start from the "projections" of the attention that they stand beside or replace, or "random".
         window_dropout: in training, the share of rows in which a memory beside a window is all that there is.
+        text: token ids (B, L) from first tokens on, for "auto"; None: made sentences, or what the teacher writes.
         memory_fields: of the memory's configuration, `LonghornConfig` or `BstConfig`.
 
     Returns:
@@ -126,9 +135,24 @@ def upcycle(
     config_of(teacher.config, keep, **options)  # refuses before anything takes long
     choice = choose_layers(teacher, keep) if isinstance(keep, Keep) else keep
     student = student_of(teacher.model, config_of(teacher.config, choice, **options), teacher.tokenizer)
+    if memory is not None and init == "projections":
+        init_memories(student, teacher.model)
+    tested = None
+    if sink == AUTO and constant_sinks(student):
+        if text is None:
+            text = _text(teacher, keep.window)
+        if text.shape[1] > keep.window + 2:
+            tested = choose_sink(student, text)
     own, ours = teacher.model.state_dict().keys(), student.state_dict().keys()
-    report = UpcycleReport(choice, None, sorted(own & ours), sorted(own - ours), sorted(ours - own))
+    report = UpcycleReport(choice, tested, sorted(own & ours), sorted(own - ours), sorted(ours - own))
     return student, report
+
+
+def _text(teacher: Teacher, window: int) -> torch.Tensor:
+    """A text for `choose_sink`, (1, L): some tokens more than a window, or what the teacher has positions for."""
+    length = min(window + 2 + BEYOND, teacher.config.max_position_embeddings)
+    text = made_text(teacher.tokenizer, length)
+    return text_of(teacher, 1, length) if text is None else text
 
 
 def new_modules(student: Any) -> list[str]:
