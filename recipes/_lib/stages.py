@@ -56,7 +56,7 @@ class StageTrainer(LanguageTrainer):
             weights = beyond_window(self.stage.window, self.stage.within, **given)
         if self.stage.name == "align":
             student = self.accelerator.unwrap_model(model)
-            losses = alignment_losses(student, self.stage.teacher, token_weights=weights, **given)
+            losses = alignment_losses(student, self.stage.teacher.model, token_weights=weights, **given)
             return torch.stack(list(losses.values())).mean()
         return self._distillation(model, self._teacher_states(given, row), weights, given)
 

@@ -55,6 +55,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     from transformers import logging
 
     from hf_hybrid_ssm.cli.loading import defect_of_device
+    from hf_hybrid_ssm.hub.configurations import without_memory
+    from hf_hybrid_ssm.students import HybridStudentForCausalLM
     from hf_hybrid_ssm.upcycle import Keep
     from hf_hybrid_ssm.upcycle.loading import open_teacher
     from hf_hybrid_ssm.upcycle.student import config_of
@@ -64,7 +66,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     logging.disable_progress_bar()
     files = open_teacher(args.teacher)
     keep = Keep(args.keep, args.keep_by, args.window)
-    config_of(files.config, keep, memory=args.memory)  # refuses what no student can have
+    planned = config_of(files.config, keep, memory=args.memory)  # refuses what no student can have,
+    without_memory(lambda: HybridStudentForCausalLM(planned))  # and its model what cannot be built
     if args.window >= (most := files.config.max_position_embeddings):
         raise ValueError(
             f"--window {args.window}: {args.teacher} reads at most {most:,} tokens, and such a window leaves none of "
@@ -120,9 +123,11 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
 
     from hf_hybrid_ssm.hub.delta_files import remove_weights
     from hf_hybrid_ssm.upcycle import choose_layers, save_delta, upcycle
+    from hf_hybrid_ssm.upcycle.student import BEYOND
 
     choice = choose_layers(teacher, keep, _progress)
-    student, report = upcycle(teacher, choice, memory=args.memory)
+    text = None if ids is None else ids[:, : args.window + 2 + BEYOND]
+    student, report = upcycle(teacher, choice, memory=args.memory, text=text)
     print(choice)
     if report.sink is not None:
         _say(report.sink)
