@@ -360,7 +360,7 @@ def save(
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:
         remove_weights(folder)
-        student.save_pretrained(folder, export_code=True)
+        student.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")

@@ -139,7 +139,7 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
         return student
     args.out.mkdir(parents=True, exist_ok=True)
     remove_weights(args.out)
-    student.save_pretrained(args.out, export_code=True)
+    student.save_pretrained(args.out)
     teacher.tokenizer.save_pretrained(args.out)
     return student
 
