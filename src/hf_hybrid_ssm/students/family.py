@@ -4,19 +4,21 @@ from typing import Any
 
 from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets
 
-BESIDE = {None: "", "longhorn": ", a Longhorn mixer beside it", "context": ", context states beside it"}
-OF_TEACHER = {"full": "full attention", "none": "the teacher's own, without attention"}
+WITHOUT_ATTENTION = "the teacher's own, without attention"
+BESIDE = {None: "", "longhorn": ", Longhorn beside it", "context": ", context states beside it"}
 
 
 def _layer_kinds(config: Any) -> list[str]:
-    kinds = []
-    for layer in config.plan.layers:
-        if not layer.is_windowed:
-            kinds.append(OF_TEACHER[layer.attention] if layer.memory is None else "Longhorn")
-            continue
-        windows = "full attention in some heads, window attention in the others" if layer.groups else "window attention"
-        kinds.append(windows + BESIDE[layer.memory])
-    return kinds
+    return [_kind(layer) for layer in config.plan.layers]
+
+
+def _kind(layer: Any) -> str:
+    if layer.attention == "full":
+        return "full attention"
+    if not layer.is_windowed:
+        return WITHOUT_ATTENTION if layer.memory is None else "Longhorn"
+    windows = "full attention in some heads, window attention in the others" if layer.groups else "window attention"
+    return windows + BESIDE[layer.memory]
 
 
 FAMILY = Family(
