@@ -319,7 +319,7 @@ STUDENTS = {
 
 @pytest.mark.parametrize("kind", STUDENTS)
 def test_the_card_of_a_student_tells_its_plan(kind):
-    """"Windows and full layers" where nothing is a state-space layer, a hybrid where something is."""
+    """Windows and full layers where nothing is a state-space layer, a hybrid where something is."""
     given, words = STUDENTS[kind]
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
     teacher = LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)

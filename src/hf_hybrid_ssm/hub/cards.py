@@ -197,21 +197,20 @@ def _what_it_is(config: PreTrainedConfig, text: CardText | None, kinds: list[str
 
 
 def _what_a_student_is(config: Any, text: CardText | None, kinds: list[str]) -> str:
-    """"Windows and full layers", or a hybrid with a memory, of a teacher's class."""
+    """Windows and full layers, or a hybrid with a memory, in a teacher's class."""
     plan, of_teacher = config.plan, f"a {code_span(config.teacher_type)} model in the classes of transformers"
     windows = [layer for layer in plan.layers if layer.is_windowed]
     sizes = " or ".join(f"{size:,}" for size in sorted({layer.window for layer in windows}))
-    sees = f"In {len(windows)} of {len(kinds)} layers a token sees the {sizes} tokens before its own" if windows else ""
-    if any(layer.groups for layer in windows):
-        sees += ", but for some heads, which see all"
-    sinks = "; ".join(SINKS[kind] for kind in sorted({layer.sink for layer in windows} - {None}))
-    sees = f" {sees}{'; ' if sinks else ''}{sinks}." if windows else ""
+    heads = ", but for some heads, which see all" if any(layer.groups for layer in windows) else ""
+    sinks = "".join(f"; {SINKS[kind]}" for kind in sorted({layer.sink for layer in windows} - {None}))
+    sees = f" In {len(windows)} of {len(kinds)} layers a token sees the {sizes} tokens before its own{heads}{sinks}."
     if text is not None:
         named = f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv}))"
-        return f"A hybrid of attention and the memory of {named}: {of_teacher}, with other attention.{sees} {text.idea}"
+        first = f"A hybrid of attention and the memory of {named}: {of_teacher}, with other attention."
+        return f"{first}{sees if windows else ''} {text.idea}"
     has_full = any(layer.attention == "full" or layer.groups for layer in plan.layers)
     parts = " and ".join([*(["windows"] if windows else []), *(["full layers"] if has_full else [])])
-    return f"A transformer of {parts}: {of_teacher}{', with other attention' if windows else ''}.{sees}"
+    return f"A transformer of {parts}: {of_teacher}{f', with other attention.{sees}' if windows else '.'}"
 
 
 def _limits(text: CardText | None, kinds: list[str], teacher: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets
+from hf_hybrid_ssm.models.family import Family, PeftTargets
 
 WITHOUT_ATTENTION = "the teacher's own, without attention"
 BESIDE = {None: "", "longhorn": ", Longhorn beside it", "context": ", context states beside it"}
