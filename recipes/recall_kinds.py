@@ -4,7 +4,7 @@
 
 Facts lie between the lines of real `files` (novels, dialogues, code), and each is asked for by itself: whole answers,
 by default of the kinds that neither choice nor training may see. With `loss_files`, loss by position too. Students are
-checkpoints or arguments of `student_of`. Writes results.json to `output_dir`, and to `results`. What was measured is
+checkpoints, or made of the teacher. Writes results.json to `output_dir`, and to `results`. What was measured is
 not measured again.
 """
 
@@ -27,8 +27,10 @@ from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_OUT
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import answers_of, kinds_table
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText, real_texts
 from hf_hybrid_ssm.planning.measurement import decoding_state_bytes
-from hf_hybrid_ssm.students.initial import student_of
-from hf_hybrid_ssm.upcycle.loading import load_teacher
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.students.initial import student_config
+from hf_hybrid_ssm.students.teacher import attention_layers
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
 
 TEACHER = "teacher"
 
@@ -41,7 +43,7 @@ class RecallKindsArguments:
     files: list[str] = field(metadata={"help": "JSON lines with a field text, document or dialogue, or plain text"})
     output_dir: str
     students: dict[str, str | dict[str, Any]] = field(
-        default_factory=dict, metadata={"help": "name: a checkpoint, or the arguments of student_of()"}
+        default_factory=dict, metadata={"help": "name: a checkpoint, or keep (layers, [layer, group]) and window"}
     )
     kinds: list[str] = field(default_factory=lambda: list(HELD_OUT))
     lengths: list[int] = field(default_factory=lambda: [1024, 2048])
@@ -63,19 +65,22 @@ def measure(arguments: RecallKindsArguments) -> dict[str, Any]:
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     asked = {name: value for name, value in settings.items() if name != "students"}  # more students may follow
     check_claim(folder, asked, arguments.overwrite)
-    teacher, tokenizer = load_teacher(arguments.teacher, dtype=getattr(torch, arguments.dtype))
-    make = partial(real_texts, tokenizer, paths_of(arguments.files), count=arguments.texts, window=arguments.window)
+    teacher = load_teacher(arguments.teacher, dtype=getattr(torch, arguments.dtype))
+    make = partial(
+        real_texts, teacher.tokenizer, paths_of(arguments.files), count=arguments.texts, window=arguments.window
+    )
     texts = {length: make(length=length, kinds=arguments.kinds, seed=arguments.seed) for length in arguments.lengths}
-    read = _loss_texts(arguments, tokenizer)
+    read = _loss_texts(arguments, teacher.tokenizer)
     claim(folder, asked, arguments.overwrite, "*.json")
-    models = {TEACHER: _judge(arguments, TEACHER, teacher, texts, read)}
+    models = {TEACHER: _judge(arguments, TEACHER, teacher.model, texts, read)}
     for name, given in arguments.students.items():
         if isinstance(given, str):
-            student = AutoModelForCausalLM.from_pretrained(given, dtype=teacher.dtype).eval()
+            student = AutoModelForCausalLM.from_pretrained(given, dtype=teacher.model.dtype).eval()
         else:
-            plan = dict(given)
-            keep = [part if isinstance(part, int) else tuple(part) for part in plan.pop("keep", ())]
-            student = student_of(teacher, tokenizer=tokenizer, keep=keep, **{"window": arguments.window} | plan)
+            student, report = upcycle(
+                teacher, Keep(given.get("keep", ()), window=given.get("window", arguments.window))
+            )
+            say(report)
         models[name] = _judge(arguments, name, student, texts, read)
     figures = {"settings": settings, "models": models}
     write_figures(figures, folder, arguments.results)
@@ -97,9 +102,12 @@ def _judge(
         return {"mean": {part: sum(text[part] for text in each) / len(each) for part in each[0]}, "by_text": each}
 
     def cache() -> dict[str, int]:
-        config = model.config if hasattr(model.config, "student") else student_config(model.config, all_layers(model))
-        sizes = partial(decoding_state_bytes, config, dtype="bfloat16", kernels="torch")
-        return {str(length): sizes(length=length) for length in arguments.cache_lengths}
+        is_student = isinstance(model.config, HybridStudentConfig)
+        config = model.config if is_student else student_config(model.config, sorted(attention_layers(model.config)))
+        return {
+            str(length): decoding_state_bytes(config, length, "bfloat16", "torch")
+            for length in arguments.cache_lengths
+        }
 
     found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
     for length, several in texts.items():

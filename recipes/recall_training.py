@@ -3,7 +3,7 @@
     python recipes/recall_training.py recipes/configs/upcycle/recall_training_cpu.yaml teacher=FILE [key=value ...]
 
 All of its weights learn the teacher's distribution of the next token. Rows are stretches of `train_files`: some plain,
-most as a chat in which facts of the kinds that may be trained on (`HELD_IN`) lie between the lines and are asked for in
+most as a chat, where facts of the kinds that may be trained on (`HELD_IN`) lie between the lines and are asked for in
 turns, beside sentences of the text that are to be continued. Rows are made from their number, so that a run that was
 stopped goes on where it was. Writes the student to `output_dir`; recall_kinds.py asks it for the kinds that are held
 out. `max_steps=0` writes it untrained.
@@ -13,8 +13,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from _lib.entry import start
 from _lib.documents import paths_of
+from _lib.entry import start
 from _lib.training import Trainer, checkpoint_to_resume, say
 
 import torch
@@ -23,10 +23,8 @@ from transformers import TrainingArguments, default_data_collator, set_seed
 
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, KINDS
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import Question
-from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import INTRODUCTION, pieces_of, text_with_facts
-from hf_hybrid_ssm.students.initial import student_of
-from hf_hybrid_ssm.upcycle.loading import load_teacher
-from hf_hybrid_ssm.upcycle.objectives import fused_distillation_loss
+from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import INTRODUCTION, text_with_facts
+from hf_hybrid_ssm.upcycle import Keep, fused_distillation_loss, load_teacher, upcycle
 
 QUOTED = (6, 12)
 """Words of a sentence that are given, and at least as many that are asked for."""
@@ -44,8 +42,9 @@ class RecallTrainingArguments:
     train_files: list[str] = field(metadata={"help": "JSON lines with a field text, document or dialogue, or text"})
     keep: list[Any] = field(metadata={"help": "layers, or [layer, group], that keep their attention to all tokens"})
     window: int = 256
-    attn_scale: float = 0.1
-    lengths: list[int] = field(default_factory=lambda: [1024, 1024, 2048], metadata={"help": "tokens of rows, in turn"})
+    lengths: list[int] = field(
+        default_factory=lambda: [1024, 1024, 2048], metadata={"help": "tokens of rows, in turn"}
+    )
     plain: float = field(default=0.2, metadata={"help": "share of the rows that are text alone"})
     answer_weight: float = field(default=8.0, metadata={"help": "of a token of an answer; every other one has 1"})
 
@@ -102,7 +101,9 @@ class RecallRows(Dataset):
 
 def _quotes(text: str, facts: set[str], count: int, draw: random.Random) -> list[Question]:
     """Lines of a text that are to be continued."""
-    lines = [line.strip() for line in text.splitlines() if len(line.split()) >= sum(QUOTED) and line.strip() not in facts]
+    lines = [
+        line.strip() for line in text.splitlines() if len(line.split()) >= sum(QUOTED) and line.strip() not in facts
+    ]
     found = []
     for line in draw.sample(lines, min(count, len(lines))):
         words = line.split()
@@ -138,23 +139,23 @@ class RecallTrainer(Trainer):
 def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> None:
     """The student, trained, in `output_dir`."""
     set_seed(training.seed)
-    teacher, tokenizer = load_teacher(arguments.teacher, torch.float32)
-    keep = [part if isinstance(part, int) else tuple(part) for part in arguments.keep]
-    student = student_of(
-        teacher, tokenizer=tokenizer, keep=keep, window=arguments.window, attn_scale=arguments.attn_scale
-    )
+    teacher = load_teacher(arguments.teacher, torch.float32)
+    student, report = upcycle(teacher, Keep(arguments.keep, window=arguments.window))
+    say(report)
     student.config.use_cache = False
-    teacher.to(torch.bfloat16 if training.bf16 else torch.float32).requires_grad_(False)
+    teacher.model.to(torch.bfloat16 if training.bf16 else torch.float32).requires_grad_(False)
     count = training.max_steps * training.gradient_accumulation_steps * training.per_device_train_batch_size
-    rows = RecallRows(arguments, tokenizer, count, training.seed)
+    rows = RecallRows(arguments, teacher.tokenizer, count, training.seed)
     trainer = RecallTrainer(
-        model=student, args=training, train_dataset=rows, data_collator=default_data_collator, teacher=teacher
+        model=student, args=training, train_dataset=rows, data_collator=default_data_collator, teacher=teacher.model
     )
     if training.max_steps:
-        trainer.train(resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir))
+        trainer.train(
+            resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
+        )
     student.config.use_cache = True
     student.save_pretrained(training.output_dir)
-    tokenizer.save_pretrained(training.output_dir)
+    teacher.tokenizer.save_pretrained(training.output_dir)
     say(f"The student is in {training.output_dir}.")
 
 

@@ -13,7 +13,8 @@ from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import Asked, RealText, pi
 from tests.students.teachers import student, teacher, tokens
 
 WINDOW, LENGTH = 64, 400
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 PROSE = "\n".join(f"Line {n} of a long story. It went on and on, and nobody knew why." for n in range(300))
 
 
@@ -67,7 +68,7 @@ def test_facts_lie_beyond_the_window_of_a_real_text(template, tokenizer, files):
             assert LENGTH - 90 < length <= LENGTH
             assert torch.equal(asked.ids[0, -len(asked.answer) :], asked.answer)
             said = shared + tokenizer.decode(asked.ids[0])
-            question = said.rindex(said[said.rindex("\n\n", 0, said.rindex("?")) :])
+            question = said.rindex("?")
             for part in tokenizer.decode(asked.answer).strip().split(" and grew up in "):
                 end = shared.index(part) + len(part)
                 assert len(tokenizer(said[end:question], add_special_tokens=False)["input_ids"]) > WINDOW
@@ -122,6 +123,7 @@ def test_shares_are_of_what_the_teacher_finds():
     assert table.columns == [
         "model", "right of 20 in 1,024 tokens, 95 %", "of teacher's", "date, of 8", "place, of 12",
     ]  # fmt: skip
-    assert table.rows == [["teacher", "10 (30% to 70%)", "", "8", "2"], ["half", "16 (58% to 92%)", "60% (31% to 83%)", "4", "12"]]  # fmt: skip
+    assert table.rows[0] == ["teacher", "10 (30% to 70%)", "", "8", "2"]
+    assert table.rows[1] == ["half", "16 (58% to 92%)", "60% (31% to 83%)", "4", "12"]
     with pytest.raises(ValueError, match="half and teacher were asked different questions"):
         kinds_table({"teacher": {1024: teacher}, "half": {1024: student[::-1]}})

@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, HELD_OUT, KINDS
 
 WINDOW = 32
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+HELD_OUT_WORDS = ("#define", "was born", "label", "is kept in", "was called", "keeps a")
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+KEPT = [[0, 0], [0, 1], [1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +69,8 @@ def test_more_students_follow_without_asking_again(place, tmp_path):
 
 
 def training_of(place, output, steps, **options):
-    arguments = RecallTrainingArguments(
-        str(place / "teacher"), [str(place / "story.txt")], keep=[0, [1, 0]], window=WINDOW, lengths=[512], plain=0.3
-    )
+    given = {"keep": KEPT, "window": WINDOW, "lengths": [512], "plain": 0.3}
+    arguments = RecallTrainingArguments(str(place / "teacher"), [str(place / "story.txt")], **given)
     fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "use_cpu": True}
     fixed |= {"report_to": "none", "disable_tqdm": True, "save_steps": 2, "remove_unused_columns": False}
     fixed |= {"lr_scheduler_type": "constant", "resume_from_checkpoint": "auto"}
@@ -81,7 +83,8 @@ def test_a_training_goes_on_where_it_was(place, tmp_path):
     train(*training_of(place, tmp_path / "stopped", 4))
     train(*training_of(place, tmp_path / "untrained", 0))
     whole, stopped, untrained = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "stopped", "untrained")
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("whole", "stopped", "untrained")
     )
     for name, weight in whole.items():
         torch.testing.assert_close(stopped[name], weight, rtol=0, atol=0)
@@ -106,5 +109,7 @@ def test_rows_weigh_the_answers_of_held_in_kinds(place):
             assert not answered
         for question in text.split("<user>")[2:]:
             assert question.split("<assistant>")[1].split()[-1] in answered
-        assert not any(word in text for word in ("#define", "was born", "label", "is kept in", "was called", "keeps a"))
+        assert not any(
+            word in text for word in ("#define", "was born", "label", "is kept in", "was called", "keeps a")
+        )
     assert 4 < plain < 25 and len(HELD_IN) == 7

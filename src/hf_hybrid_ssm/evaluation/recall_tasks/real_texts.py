@@ -1,7 +1,6 @@
 """Texts of files (novels, dialogues, code) with facts of several kinds among them, and the questions, asked singly."""
 
 import json
-import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -60,8 +59,8 @@ def real_texts(
 ) -> list[RealText]:
     """Texts of at most `length` tokens with question and answer, each with a fact of every kind.
 
-    Files take turns. Every fact ends more than a window before the end of the question. A question follows the text in the chat
-    template, where there is one, and the reply begins as the question's does.
+    Files take turns. Every fact ends more than a window before the end of the question. A question follows the text in
+    the chat template, where there is one, and the beginning of the reply is given.
 
     Args:
         files: JSON lines with a field text, document or dialogue, or plain text.
@@ -93,7 +92,7 @@ def _real_text(
         rows[kind] = ids, len(ids) - start
     nothing = _ids(tokenizer, conversation(tokenizer, text, Question((), "", "", ""), with_answer=False))
     every = [nothing, *(ids for ids, _ in rows.values())]
-    shared = len(os.path.commonprefix(every))
+    shared = next(place for place in range(len(nothing)) if len({ids[place] for ids in every}) > 1)
     asked = tuple(
         Asked(kind, torch.tensor([ids[shared:]]), torch.tensor(ids[len(ids) - answer :]))
         for kind, (ids, answer) in rows.items()
