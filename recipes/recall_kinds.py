@@ -111,10 +111,14 @@ def _judge(
 
     found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
     for length, several in texts.items():
-        asked = once(file(f"{length}"), lambda several=several: {"answers": answers_of(model, several)})
+        asked = once(file(f"{length}"), partial(_answers, model, several))
         found["answers"][str(length)] = asked["answers"]
         say(f"{name}: {sum(right for _, right in asked['answers'])} of {len(asked['answers'])} in {length:,} tokens")
     return found | ({"loss": once(file("loss"), losses)} if read else {})
+
+
+def _answers(model: Any, texts: list[RealText]) -> dict[str, Any]:
+    return {"answers": answers_of(model, texts)}
 
 
 def _loss_texts(arguments: RecallKindsArguments, tokenizer: Any) -> list[torch.Tensor]:

@@ -123,7 +123,7 @@ class RecallTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
-        self._signature_columns = [*(self._signature_columns or []), "token_weights"]
+        self._signature_columns.append("token_weights")
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(train_dataset or self.train_dataset)  # more steps are more of the same rows

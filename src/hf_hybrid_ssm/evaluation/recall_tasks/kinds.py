@@ -91,18 +91,15 @@ def _place(draw: random.Random) -> Question:
 
 
 def _name(draw: random.Random) -> Question:
-    office, town = draw.choice(OFFICES), draw.choice(TOWNS)
-    name = f"{draw.choice(NAMES)} {draw.choice(LAST_NAMES)}"
-    question = f"What is the name of the {office} of {town}?"
-    prefix = f"The name of the {office} of {town} is"
-    return Question((f"The {office} of {town} was called {name}.",), question, prefix, name)
+    office, name = f"{draw.choice(OFFICES)} of {draw.choice(TOWNS)}", f"{draw.choice(NAMES)} {draw.choice(LAST_NAMES)}"
+    prefix = f"The {office} was called"
+    return Question((f"{prefix} {name}.",), f"What was the {office} called?", prefix, name)
 
 
 def _two(draw: random.Random) -> Question:
-    name, animal, town = draw.choice(NAMES), draw.choice(ANIMALS), draw.choice(TOWNS)
-    facts = (f"{name} keeps a {animal}.", f"{name} grew up in {town}.")
+    name, both = draw.choice(NAMES), f"{draw.choice(ANIMALS)} and grew up in {draw.choice(TOWNS)}"
     question = f"Which animal does {name} keep, and where did {name} grow up?"
-    return Question(facts, question, f"{name} keeps a", f"{animal} and grew up in {town}")
+    return Question((f"{name} keeps a {both}.",), question, f"{name} keeps a", both)
 
 
 def _constant(draw: random.Random) -> Question:

@@ -151,7 +151,7 @@ def conversation(tokenizer: Any, text: str, question: Question, with_answer: boo
 def _stretch(tokenizer: Any, file: str | Path, room: int, draw: random.Random) -> tuple[list[str], list[int]]:
     """Pieces of a file, from a random one on, and their tokens, which fill the room."""
     every = pieces_of(str(file))
-    place, pieces, lengths = draw.randrange(len(every)), [], []
+    place, pieces, lengths = draw.randrange(len(every)), list[str](), list[int]()
     while True:
         piece = every[place % len(every)]
         length = _count(tokenizer, piece)
