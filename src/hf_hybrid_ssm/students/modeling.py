@@ -371,10 +371,11 @@ _MADE: dict[Any, Any] = {}
 
 def _make_class(teacher: Any) -> Any:
     is_base = not issubclass(teacher, GenerationMixin)
-    name = re.sub(r"(For[A-Z]\w*|Model)$", r"Student\1", teacher.__name__)
+    own = re.sub(r"(For[A-Z]\w*|Model)$", r"Student\1", teacher.__name__)
     model_type = teacher.config_class.model_type
     members = {
         "__module__": __name__,
+        "__qualname__": own,  # by which whoever unpickles it asks for the class
         "__doc__": f"`{teacher.__name__}` as a student.",
         "teacher_class": teacher,
         "config_class": config_class(model_type),
@@ -384,10 +385,12 @@ def _make_class(teacher: Any) -> Any:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
         members["forward"] = by_both_cache_names(with_both_names(teacher.forward))
-    made = type(name, (HybridStudentModel if is_base else HybridStudentForCausalLM, teacher), members)
+    parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
+    # language models have the name that transformers' tables know, whoever their teacher is
+    made = type(own if is_base else parent.__name__, (parent, teacher), members)
     conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
-    if conversions is not None and not is_base:  # the teacher's weights are stored under other names than it has them
-        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    if conversions is not None and is_base:  # layers are stored under other names than they have
+        register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
 
 

@@ -58,10 +58,10 @@ def name_of(part: LayerOrGroup) -> str:
     return str(part) if isinstance(part, int) else ":".join(map(str, part))
 
 
-def ranking_of(scores: Sequence[float], by: str, **fields: object) -> LayerRanking:
-    """The layers by their scores, the lower index first among equals."""
-    order = sorted(range(len(scores)), key=lambda layer: -scores[layer])
-    return LayerRanking(by, order, dict(enumerate(scores)), **fields)  # type: ignore[arg-type]
+def ranking_of(scores: Mapping[Any, float], by: str, **fields: object) -> LayerRanking:
+    """The layers by their scores, the earlier one first among equals."""
+    order = sorted(scores, key=lambda layer: -scores[layer])
+    return LayerRanking(by, order, dict(scores), **fields)  # type: ignore[arg-type]
 
 
 def number_kept(keep: float, count: int, parts: str = "layers") -> int:
