@@ -36,11 +36,15 @@ EVERY_STUDENT = STUDENTS | UNEVEN_STUDENTS | FULL_STUDENTS
 
 
 @cache
-def student_model(name: str) -> PreTrainedModel:
-    """With memories that are heard."""
+def student_model(name: str, **sizes: int) -> PreTrainedModel:
+    """With memories that are heard.
+
+    Args:
+        sizes: fields of the teacher's configuration.
+    """
     of_teacher, plan = EVERY_STUDENT[name]
     torch.manual_seed(0)
-    model = student_of(teacher(of_teacher), window=WINDOW, **plan).float()
+    model = student_of(teacher(of_teacher, **sizes), window=WINDOW, **plan).float()
     with torch.no_grad():
         for parameter in (parameter for name, parameter in model.named_parameters() if ".memory." in name):
             parameter.add_(0.1 * torch.randn_like(parameter))
