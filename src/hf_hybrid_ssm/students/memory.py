@@ -223,6 +223,8 @@ def initialise(module: Any) -> bool:
 
 
 def _close(projection: nn.Linear) -> None:
+    if getattr(projection, "weight", None) is None:
+        return  # a quantizer's map, whose codes were loaded
     init.zeros_(projection.weight)
     if projection.bias is not None:
         init.zeros_(projection.bias)
