@@ -60,6 +60,7 @@ def of_student(*layers: dict, **beside) -> dict:
     return {**STUDENT, "student": {"layers": list(layers), **beside}}
 
 
+STUDENTS = "hybrid_student"
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
@@ -95,23 +96,23 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         },
     ),
     "student: windows and a full layer": (
-        "hybrid_student",
+        STUDENTS,
         of_student(WINDOW, {"attention": "full"}, {**WINDOW, "sink": None}, attn_scale=0.5, floor_scale=3),
     ),
     "student: groups": (
-        "hybrid_student",
+        STUDENTS,
         of_student({**WINDOW, "groups": [1]}, WINDOW, {**WINDOW, "groups": [0]}, attn_scale=0.3, floor_scale=4),
     ),
     "student: first tokens": (
-        "hybrid_student",
+        STUDENTS,
         of_student(FIRST_TOKEN, WINDOW, {**FIRST_TOKEN, "groups": [1]}),
     ),
     "student with a mixer": (
-        "hybrid_student",
+        STUDENTS,
         of_student({**WINDOW, "memory": "longhorn"}, {"attention": "none", "memory": "longhorn"}, WINDOW),
     ),
     "student with context states": (
-        "hybrid_student",
+        STUDENTS,
         of_student({**WINDOW, "memory": "context"}, WINDOW, WINDOW, memory={"ssm_state_size": 4}),
     ),
 }
@@ -148,8 +149,10 @@ ROWS = [
 ]
 ROWS += ["lmu-isa + global attention", "spade s4 window", "spade hyena full", "encoder-decoder"]
 ROWS += ["student: windows and a full layer", "student: groups", "student with a mixer"]
+# their cards, and what a server's pages hold of them, have tests of their own in tests/hub and tests/serving
+OF_FAMILIES = [variant for variant in VARIANTS if VARIANTS[variant][0] != STUDENTS]
 # those with heads for classes and spans; a student is a language model alone
-HEADED = [row for row in ROWS if EVERY[row][0] != students.MODEL_TYPE]
+HEADED = [row for row in ROWS if EVERY[row][0] != STUDENTS]
 # widths that hold whole groups of quantized weights, by model type
 WIDER: dict[str, dict] = {
     "longhorn": {"hidden_size": 128, "state_size": 12},
@@ -157,11 +160,12 @@ WIDER: dict[str, dict] = {
     "lmu_isa": {"hidden_size": 128, "pre_intermediate_size": 256, "post_intermediate_size": 256},
     "spade": {"hidden_size": 128, "intermediate_size": 256},
     "spade_seq2seq": {"hidden_size": 128, "intermediate_size": 256},
-    "hybrid_student": {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
+    STUDENTS: {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
 }
 
 
-HEADS_OF = {family.model_type: family.heads for family in FAMILIES} | {students.MODEL_TYPE: students.HEADS}
+HEADS_OF = {family.model_type: family.heads for family in FAMILIES}
+HEADS_OF[STUDENTS] = {"MODEL": "HybridStudentModel", "MODEL_FOR_CAUSAL_LM": "HybridStudentForCausalLM"}
 
 
 def config_of(variant: str, **fields) -> PreTrainedConfig:
@@ -176,7 +180,7 @@ def classes_of(variant: str) -> dict[str, type[PreTrainedModel]]:
         names.remove("BstForCausalLM" if EVERY[variant][1].get("bidirectional") else "BstForMaskedLM")
     if "adaptive_cutoffs" in EVERY[variant][1]:
         names = [name for name in names if "CausalLM" in name or "MaskedLM" in name]
-    return {name: getattr(students if name in students.HEADS.values() else hf_hybrid_ssm, name) for name in names}
+    return {name: getattr(students if EVERY[variant][0] == STUDENTS else hf_hybrid_ssm, name) for name in names}
 
 
 def class_with_loss(variant: str) -> str:
@@ -230,7 +234,7 @@ def own_language_model(variant: str, wide: bool = False) -> PreTrainedModel:
 @cache
 def shallow_language_model(variant: str) -> PreTrainedModel:
     """`language_model` with one layer of each kind, for compilers: another is only more to trace."""
-    if EVERY[variant][0] in ("spade", "hybrid_student"):  # whose layers are all of different kinds
+    if EVERY[variant][0] in ("spade", STUDENTS):  # whose layers are all of different kinds
         return language_model(variant)
     model = own_language_model(variant)
     base, config = model.model, model.config

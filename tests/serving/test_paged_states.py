@@ -10,9 +10,9 @@ from hf_hybrid_ssm.serving.state_layout import FullAttention, StateSpec, state_l
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.test_context import GROWING
-from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
+from tests.tiny_models import OF_FAMILIES, config_of, language_model, own_language_model
 
-FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn + window attention"]
+FIXED = [variant for variant in OF_FAMILIES if variant not in GROWING] + ["longhorn + window attention"]
 MAX_TOKENS = 24
 # with layers whose keys and values the server keeps
 SERVED = ["longhorn + window and full attention", "longhorn + full attention", "lmu-isa + global attention"]

@@ -128,7 +128,7 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
-    uses_positions = True
+    is_bidirectional, uses_positions = False, True
     counts_documents = False
     """Some memory needs to know how many documents a row holds at most."""
 
