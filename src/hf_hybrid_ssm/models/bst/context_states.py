@@ -50,7 +50,7 @@ class ContextStates(nn.Module):
     model, and `qk_norm` the keys.
 
     Args:
-        num_heads: H of keys and values; those of the configuration by default. It divides the number of queries' heads.
+        num_heads: H of keys and values, which divides that of queries; the configuration's by default.
         bias: in the maps to keys and values of "sh" and "mf".
     """
 

@@ -124,6 +124,7 @@ class LonghornBlock(GradientCheckpointingLayer):
             x = x + self.self_attn(self.norm(x), rows, position_embeddings, attention_mask, cache, **kwargs)[0]
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
+
 def _uniform(module: Any, scale: float = 1.0) -> None:
     is_convolution = isinstance(module, nn.Conv1d)
     bound = scale / math.sqrt(module.kernel_size[0] if is_convolution else module.in_features)
