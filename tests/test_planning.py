@@ -1,5 +1,6 @@
 """The plan of a training step against what small models of every family really hold and compute."""
 
+import json
 import time
 from functools import cache
 
@@ -12,14 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.measurement import Measurement, cache_bytes, decoding_state_bytes, measure_step
 from hf_hybrid_ssm.planning.operations import FORMULAS, Operations
 from hf_hybrid_ssm.planning.presets import meta_model, preset_config
 from hf_hybrid_ssm.planning.training_step import weights
+from hf_hybrid_ssm.students.initial import student_config
+from tests.students.teachers import TEACHERS, full_layers, teacher
 from tests.tiny_models import CASES, SIZES, VOCABULARY, WIDE_SPADE, WITHOUT_DROPOUT, built
 
 BATCH, LENGTH = 4, 192
@@ -225,6 +229,51 @@ def test_decoding_state(case, dtype):
         with torch.no_grad():
             cache = model(ids, use_cache=True, **targets).past_key_values
         assert decoding_state_bytes(model.config, length, dtype, "fused") == cache_bytes(cache) > 0
+
+
+STUDENTS = {
+    "full layers and groups": {"keep": [0, (3, 1)]},
+    "windows": {},
+    "first token": {"keep": [0], "sink": "first_token"},
+    "memory beside": {"keep": [0], "memory": "longhorn"},
+    "memory instead": {"memory": "longhorn", "instead": True},
+    "contexts": {"memory": "context", "sink": None, "ssm_state_size": 4},
+}
+OTHER_TEACHERS = ["gemma3_text", "glm", "mixtral", *(["lfm2"] if "lfm2" in TEACHERS else [])]
+
+
+def student_of_plan(name, kind) -> PreTrainedConfig:
+    """Layers that a teacher has otherwise are not kept."""
+    plan = STUDENTS[kind] | {"window": 5}
+    if name != "llama":
+        plan["keep"] = full_layers(name)[:1]
+    return student_config(teacher(name).config, **plan)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("llama", kind) for kind in STUDENTS] + [(name, "windows") for name in OTHER_TEACHERS]
+)
+def test_decoding_state_of_students(name, kind):
+    """Of every teacher, to the byte, below and beyond the window; keys and values of full layers alone grow."""
+    config = student_of_plan(name, kind)
+    model, sizes = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), []
+    for length in (4, 11, 12):
+        with torch.no_grad():
+            sizes.append(cache_bytes(model(torch.full((1, length), 5), use_cache=True).cache))
+        assert decoding_state_bytes(config, length, "float32", "fused") == sizes[-1] > 0
+    groups = sum(2 if layer.attention == "full" else len(layer.groups) for layer in config.plan.layers)
+    assert sizes[2] - sizes[1] == groups * 2 * 8 * 4  # a key and a value of eight channels in float32
+
+
+def test_students_are_planned(tmp_path, capsys):
+    config = student_of_plan("llama", "full layers and groups")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--batch", "2", "--length", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == decoding_state_bytes(config, 16, "float32", "fused")
+    assert found["forward_flops"]["attention"] > 0 < found["memory"]["activations"]
+    with pytest.raises(ValueError, match="training steps of 'mixtral' models are not planned"):
+        measure_step(student_of_plan("mixtral", "windows"), setup_for())
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "spade classifier"])

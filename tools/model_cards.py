@@ -45,6 +45,7 @@ def preset_cards() -> dict[str, str]:
             }
             counts = [f"{counts[0]} to {counts[-1]}"]
         cards |= {f"{name}.md": card for name, card in found.items()}
+        assert family.card is not None
         lines += [f"| [{name}]({name}.md) | {family.card.name} | {count} |" for name, count in zip(found, counts)]
     index = "\n".join(lines)
     cards["README.md"] = (

@@ -6,13 +6,13 @@ Importing the package registers its families with transformers' Auto classes; ev
 from hf_hybrid_ssm.auto import register
 from hf_hybrid_ssm.lazy import attach
 from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.students.family import FAMILY as STUDENT
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
-    {name: family.package for family in FAMILIES for name in family.names}
-    | dict.fromkeys(("HybridStudentConfig", "HybridStudentForCausalLM"), "hf_hybrid_ssm.students")
+    {name: family.package for family in (*FAMILIES, STUDENT) for name in family.names}
     | {
         "LowBitConfig": "hf_hybrid_ssm.models.low_bit",
         "register_family": "hf_hybrid_ssm.auto",

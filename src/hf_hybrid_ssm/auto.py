@@ -15,11 +15,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_hybrid_ssm import students
 from hf_hybrid_ssm.models.connections import CONNECTIONS
-from hf_hybrid_ssm.models.families import FAMILIES, owner_of
+from hf_hybrid_ssm.models.families import FAMILIES, OTHERS, owner_of
 from hf_hybrid_ssm.models.family import Family
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
+from hf_hybrid_ssm.students.family import FAMILY as STUDENT
 
 logger = logging.getLogger(__name__)
 CONFIGURATION = "hf_hybrid_ssm.models.configuration"  # that of every family is derived from what it defines
@@ -56,7 +56,7 @@ def register_family(family: Family) -> None:
 
 
 def _free_families() -> Iterator[Family]:
-    for family in FAMILIES:
+    for family in (*FAMILIES, *OTHERS):
         owner = owner_of(family)
         if owner is None:
             yield family
@@ -78,7 +78,7 @@ def _name_in_library(_: ModuleType) -> None:
     """
     library = sys.modules["transformers"]  # which replaces itself while it is imported
     warn_of_untested_transformers(library.__version__)
-    for family in FAMILIES:
+    for family in (*FAMILIES, *OTHERS):
         module = f"hf_hybrid_ssm_{family.model_type}"
         sys.modules[f"transformers.{module}"] = importlib.import_module(family.package)
         for name in family.names:
@@ -89,18 +89,15 @@ def _register_configs(configuration_auto: ModuleType) -> None:
     for family in _free_families():
         configuration_auto.CONFIG_MAPPING._modules[family.model_type] = importlib.import_module(family.package)
         configuration_auto.CONFIG_MAPPING_NAMES[family.model_type] = family.config
-    configuration_auto.CONFIG_MAPPING._modules[students.MODEL_TYPE] = students
-    configuration_auto.CONFIG_MAPPING_NAMES[students.MODEL_TYPE] = students.CONFIG
 
 
 def _register_models(modeling_auto: ModuleType) -> None:
-    known = [(family.model_type, family.package, family.config, family.heads) for family in _free_families()]
-    for model_type, package, config, heads in (*known, students.REGISTERED):
-        for table, class_name in heads.items():
+    for family in _free_families():
+        for table, class_name in family.heads.items():
             mapping = getattr(modeling_auto, f"{table}_MAPPING")
-            mapping._modules[model_type] = importlib.import_module(package)
-            mapping._reverse_config_mapping[config] = model_type
-            getattr(modeling_auto, f"{table}_MAPPING_NAMES")[model_type] = class_name
+            mapping._modules[family.model_type] = importlib.import_module(family.package)
+            mapping._reverse_config_mapping[family.config] = family.model_type
+            getattr(modeling_auto, f"{table}_MAPPING_NAMES")[family.model_type] = class_name
 
 
 def _register_cache_layers(_: ModuleType) -> None:
@@ -123,12 +120,12 @@ def _register_peft_targets(constants: ModuleType) -> None:
     tables = [table for name, table in vars(constants).items() if name.endswith("_TARGET_MODULES_MAPPING")]
     ia3 = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
     feed_forward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-    for model_type, peft in [(family.model_type, family.peft) for family in FAMILIES] + [students.OF_PEFT]:
+    for family in (*FAMILIES, *OTHERS):
         for table in tables:
             if table.get("llama") == lora["llama"]:
-                table.setdefault(model_type, list(peft.lora))
-        ia3.setdefault(model_type, list(peft.ia3))
-        feed_forward.setdefault(model_type, list(peft.ia3_feed_forward))
+                table.setdefault(family.model_type, list(family.peft.lora))
+        ia3.setdefault(family.model_type, list(family.peft.ia3))
+        feed_forward.setdefault(family.model_type, list(family.peft.ia3_feed_forward))
 
 
 def _code_exporter(config_class: type) -> ModuleType | None:
@@ -197,6 +194,8 @@ def register() -> None:
 
     Calling it again changes nothing. A model type that transformers itself owns is never taken over.
     """
+    if STUDENT not in OTHERS:
+        OTHERS.append(STUDENT)
     CONNECTIONS.code_exporter = _code_exporter
     CONNECTIONS.check_weight_files = _check_weight_files
     CONNECTIONS.delta_arguments = _delta_arguments

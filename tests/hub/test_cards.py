@@ -27,8 +27,9 @@ from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import card_of_folder, model_card
 from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.serving.state_layout import growing_layers
+from hf_hybrid_ssm.students.initial import student_config
 from tests import processes
-from tests.tiny_models import VARIANTS, build, config_of, language_model
+from tests.tiny_models import OF_FAMILIES, build, config_of, language_model
 from tools.model_cards import preset_cards
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +210,7 @@ def test_a_licence_is_said_where_it_is_known(folder, capsys):
     assert (card.data.license, card.data.base_model) == ("mit", "a/b") and "Licence of the weights: mit." in card.text
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_a_state_of_one_size_is_told_only_of_such_models(variant):
     """Measured: the layers whose cache grows."""
     config = config_of(variant)
@@ -222,7 +223,7 @@ def test_a_state_of_one_size_is_told_only_of_such_models(variant):
 STATES = ("linear_attention", "hybrid_sliding", "bst", "block_recurrent")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_a_model_of_attention_alone_is_not_said_to_have_a_state(variant):
     config = config_of(variant)
     kinds = getattr(config, "block_types", None)
@@ -295,3 +296,38 @@ def test_a_card_describes_what_its_command_builds(path):
 
 def test_there_are_cards_with_commands():
     assert len(WITH_COMMAND) >= 12
+
+
+# what is given to a student of a Llama of four layers → words of its card
+STUDENTS = {
+    "windows and full layers": ({"keep": [1]}, ["A transformer of windows and full layers: a `llama` model",
+        "In 3 of 4 layers a token sees the 9 tokens before its own; a key and a value of the layer's own stand",
+        "Layer 0: window attention; layer 1: full attention; layers 2 to 3: window attention.",
+        "Only the layers with full attention see"]),
+    "windows": ({"sink": "first_token"}, ["A transformer of windows: a `llama` model",
+        "the first token's key and value stay in the cache", "The model forgets what its windows have left."]),
+    "groups": ({"keep": [(1, 0)]}, ["A transformer of windows and full layers", "but for some heads, which see all",
+        "layer 1: full attention in some heads, window attention in the others", "Only the heads with full"]),
+    "all kept": ({"keep": [0, 1, 2, 3]}, ["A transformer of full layers: a `llama` model in the classes of"]),
+    "memory": ({"keep": [1], "memory": "longhorn"}, ["A hybrid of attention and the memory of Longhorn",
+        "Layer 0: window attention, Longhorn beside it; layer 1: full attention", "online associative recall"]),
+    "memory instead": ({"memory": "longhorn", "instead": True}, ["A hybrid", "Layers 0 to 3: Longhorn."]),
+    "contexts": ({"memory": "context", "sink": None}, ["A hybrid of attention and the memory of Block-State",
+        "window attention, context states beside it"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STUDENTS)
+def test_the_card_of_a_student_tells_its_plan(kind):
+    """Windows and full layers where nothing is a state-space layer, a hybrid where something is."""
+    given, words = STUDENTS[kind]
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    teacher = LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)
+    config = student_config(teacher, **{"window": 9} | given)
+    card = model_card(config, name="model", trained=True, base_model="owner/teacher")
+    assert not [part for part in words if part not in card], card
+    is_hybrid = any(layer.memory for layer in config.plan.layers)
+    of_the_paper = ("## Citation", "state-space-model", "arxiv:", "https://arxiv.org/abs/", "hybrid of attention")
+    if kind != "memory instead":
+        assert {mark in card for mark in of_the_paper} == {is_hybrid}
+    assert "hybrid_student" in card.split("---")[1] and "`HybridStudentForCausalLM`" in card

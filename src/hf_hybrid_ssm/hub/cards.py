@@ -23,17 +23,23 @@ from hf_hybrid_ssm.hub.tables import tables_of
 from hf_hybrid_ssm.hub.verify_files import check_folder
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.families import family_of
-from hf_hybrid_ssm.models.family import CardText
+from hf_hybrid_ssm.models.family import CardText, Family
+from hf_hybrid_ssm.students.family import WITHOUT_ATTENTION
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "full_attention_groups"}
-HIDDEN_FIELDS |= {"transformers_version"}
+HIDDEN_FIELDS |= {"student", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FULL_ATTENTION = "full attention"
 MIXED_ATTENTION = "full attention in some heads, window attention in the others"
-ATTENTION = {"window attention", "chunk attention", MIXED_ATTENTION, FULL_ATTENTION}
-"""Kinds of layers, as families name them, that have no state but the keys and values of tokens."""
+ATTENTION = {"window attention", "chunk attention", MIXED_ATTENTION, FULL_ATTENTION, WITHOUT_ATTENTION}
+"""Kinds of layers, as families name them, that have no state of this package but the keys and values of tokens."""
+PAPER_OF_MEMORY = {"longhorn": "longhorn", "context": "bst"}
+SINKS = {
+    "constant": "a key and a value of the layer's own stand for the first token",
+    "first_token": "the first token's key and value stay in the cache",
+}
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
@@ -94,20 +100,20 @@ def model_card(
         raise ValueError(f"class_name={class_name!r} is not among the models of {config.model_type}: {known}.")
     model = without_memory(lambda: family.load(class_name)(config))
     table = next(table for table, name in family.heads.items() if name == class_name)
-    task, text = TASKS.get(table), family.card
+    task, text = TASKS.get(table), _paper_of(family, config)
     has_weights = trained or results is not None
     teacher = _teacher_of(results, delta)
     if base_model is None:
         base_model = teacher
     tables = [] if results is None else tables_of(results)
     kinds = family.layer_kinds(config)
-    has_state = not set(kinds) <= ATTENTION
+    has_state = text is not None and not set(kinds) <= ATTENTION
     data = ModelCardData(
         license=license if has_weights else "apache-2.0",  # of the code, and of this card
         library_name="transformers",
         pipeline_tag=task,
         tags=[config.model_type, *(["state-space-model"] if has_state else []), "hf-hybrid-ssm"]
-        + ([f"arxiv:{text.arxiv}"] if has_state else []),
+        + ([f"arxiv:{text.arxiv}"] if text and has_state else []),
         base_model=base_model if base_model and ON_HUB.fullmatch(base_model) else None,
         **_metrics(name, task, results, dataset),
     )
@@ -124,7 +130,7 @@ def model_card(
         *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
         "## Limits",
         _limits(text, kinds, teacher),
-        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights and has_state else []),
+        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if text and has_weights and has_state else []),
         *([_licences(license, base_model)] if has_weights else []),
     ]
     return "\n\n".join(sections) + "\n"
@@ -170,8 +176,19 @@ def _teacher_of(results: Mapping[str, Any] | None, delta: Delta | None) -> str |
     return teacher if isinstance(teacher, str) else None
 
 
-def _what_it_is(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> str:
+def _paper_of(family: Family, config: Any) -> CardText | None:
+    """What is said of a model's states; a student's are those of its memory, if it has one."""
+    if family.card is not None:
+        return family.card
+    memories = [PAPER_OF_MEMORY[layer.memory] for layer in config.plan.layers if layer.memory is not None]
+    return family_of(memories[0]).card if memories else None
+
+
+def _what_it_is(config: PreTrainedConfig, text: CardText | None, kinds: list[str]) -> str:
     """The paper's idea, and what the family says of its memory where no layer keeps the keys of all tokens."""
+    if hasattr(config, "plan"):
+        return _what_a_student_is(config, text, kinds)
+    assert text is not None
     if set(kinds) <= ATTENTION:
         return f"A transformer in the classes of {text.name}, without that family's own layers: it is attention alone."
     grows = MIXED_ATTENTION in kinds or any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
@@ -179,8 +196,25 @@ def _what_it_is(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> s
     return f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}{memory}"
 
 
-def _limits(text: CardText, kinds: list[str], teacher: str | None) -> str:
-    forgets = _forgets(kinds) or text.limits
+def _what_a_student_is(config: Any, text: CardText | None, kinds: list[str]) -> str:
+    """Windows and full layers, or a hybrid with a memory, in a teacher's class."""
+    plan, of_teacher = config.plan, f"a {code_span(config.teacher_type)} model in the classes of transformers"
+    windows = [layer for layer in plan.layers if layer.is_windowed]
+    sizes = " or ".join(f"{size:,}" for size in sorted({layer.window for layer in windows}))
+    heads = ", but for some heads, which see all" if any(layer.groups for layer in windows) else ""
+    sinks = "".join(f"; {SINKS[kind]}" for kind in sorted({layer.sink for layer in windows} - {None}))
+    sees = f" In {len(windows)} of {len(kinds)} layers a token sees the {sizes} tokens before its own{heads}{sinks}."
+    if text is not None:
+        named = f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv}))"
+        first = f"A hybrid of attention and the memory of {named}: {of_teacher}, with other attention."
+        return f"{first}{sees if windows else ''} {text.idea}"
+    has_full = any(layer.attention == "full" or layer.groups for layer in plan.layers)
+    parts = " and ".join([*(["windows"] if windows else []), *(["full layers"] if has_full else [])])
+    return f"A transformer of {parts}: {of_teacher}{f', with other attention.{sees}' if windows else '.'}"
+
+
+def _limits(text: CardText | None, kinds: list[str], teacher: str | None) -> str:
+    forgets = _forgets(kinds) or (text.limits if text is not None else "")
     if teacher is not None:
         return f"{forgets} Its other limits are those of its teacher, {escaped(teacher)}."
     return (

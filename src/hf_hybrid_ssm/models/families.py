@@ -17,6 +17,8 @@ FOLDERS = (
 FAMILIES: list[Family] = [
     family for folder in FOLDERS for family in importlib.import_module(f"hf_hybrid_ssm.models.{folder}").FAMILIES
 ]
+OTHERS: list[Family] = []
+"""Model types that are no family of their own: students, which the level above adds."""
 
 
 def family_of(model_type: str) -> Family:
@@ -25,10 +27,10 @@ def family_of(model_type: str) -> Family:
     Raises:
         ValueError: no family of this package has that type.
     """
-    for family in FAMILIES:
+    for family in (*FAMILIES, *OTHERS):
         if family.model_type == model_type:
             return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+    known = ", ".join(family.model_type for family in (*FAMILIES, *OTHERS))
     raise ValueError(f"model_type={model_type!r} is not a family of hf_hybrid_ssm; its families are {known}.")
 
 

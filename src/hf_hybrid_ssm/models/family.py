@@ -66,10 +66,11 @@ class Family:
         base: name of the class that all models derive from; in this package, in `modeling_{folder}.py`.
         heads: transformers' Auto mapping (without the suffix `_MAPPING`) → name of our class.
         peft: PEFT's defaults.
-        card: what model cards say.
+        card: what model cards say; None of students, of whom their cards say more.
         layer_kinds: configuration → what each layer is, in a few words.
         is_classifier: configuration → whether it is only for classification: it pools all tokens, or sees those that
             follow.
+        modules: names of the modules with the configuration and with the models, where they are others.
         recurrent_states: configuration → the shape, for one row, of each state of a recurrent layer, where these are
             all that the layer keeps of the tokens before: sequence parallelism sends them. None where it keeps more.
     """
@@ -80,10 +81,11 @@ class Family:
     base: str
     heads: dict[str, str]
     peft: PeftTargets
-    card: CardText
+    card: CardText | None
     layer_kinds: Callable[[Any], list[str]]
     is_classifier: Callable[[Any], bool] = lambda config: False
     recurrent_states: Callable[[Any], Shapes] | None = None
+    modules: tuple[str, str] | None = None
 
     @property
     def folder(self) -> str:
@@ -107,9 +109,10 @@ class Family:
     @property
     def module_of(self) -> dict[str, str]:
         """Public name → the module that defines it, of a family of this package."""
-        models = dict.fromkeys(self.heads.values(), f"{self.package}.modeling_{self.model_type}")
-        base = {self.base: f"{self.package}.modeling_{self.folder}"}
-        return {self.config: f"{self.package}.configuration_{self.folder}"} | base | models
+        usual = (f"configuration_{self.folder}", f"modeling_{self.model_type}")
+        configuration, modeling = (f"{self.package}.{name}" for name in self.modules or usual)
+        base = modeling if self.modules else f"{self.package}.modeling_{self.folder}"
+        return {self.config: configuration, self.base: base} | dict.fromkeys(self.heads.values(), modeling)
 
     def main_class(self, config: Any) -> str:
         """The name of the class that a configuration is for: a classifier, an encoder-decoder or a language model."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.compat import let_experts_be_fake
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind
@@ -100,8 +101,16 @@ def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) 
     """Run forward and backward of the configuration's language model (or classifier) on fake tensors.
 
     Without the backward, which takes as long as the rest, `step_flops` are those of the forward.
+
+    Raises:
+        ValueError: the model is a mixture of experts.
     """
     model = meta_model(copy.deepcopy(config), setup.dtype)
+    if model._can_set_experts_implementation():
+        kind = getattr(config, "teacher_type", config.model_type)
+        raise ValueError(
+            f"training steps of {kind!r} models are not planned: which experts a token takes follows from its numbers."
+        )
     with _fake_tensors(setup.kernels):
         state = _decoded_bytes(_on_cpu(model), setup.length)
         model.train()  # filters that do not train have been computed by then, and are cached
@@ -147,7 +156,7 @@ def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kern
 
     A fused kernel may keep more than plain torch does: LMU-ISA's also keeps the tokens since its memory.
     """
-    model = meta_model(config, dtype)
+    model = meta_model(copy.deepcopy(config), dtype)
     with _fake_tensors(kernels):
         return _decoded_bytes(_on_cpu(model), length)
 
@@ -156,6 +165,7 @@ def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kern
 def _decoded_bytes(model: PreTrainedModel, length: int) -> int:
     """The same of a model, which is then in evaluation mode. A classifier runs too, and has no cache."""
     config = model.eval().config
+    let_experts_be_fake(model)
     if is_classifier(config):
         model(**_inputs(config, 1, length))
         return 0
@@ -170,11 +180,15 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors that a cache holds."""
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    by_layer = [
-        layer.states.values() if is_recurrent_state_layer(layer) else (layer.keys, layer.values)
-        for layer in cache.layers
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensors in by_layer for tensor in tensors)
+    tensors = [tensor for layer in cache.layers for tensor in _held(layer) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _held(layer: Any) -> list[torch.Tensor | None]:
+    if is_recurrent_state_layer(layer):
+        return [*layer.states.values()]
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return [getattr(layer, "keys", None), getattr(layer, "values", None), *states]
 
 
 def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -28,6 +28,7 @@ from hf_hybrid_ssm.models.cache import (
     check_cache_without_states,
     holds_states,
     is_recurrent_state_layer,
+    let_assistant_forget,
     may_overwrite_states,
     prepare_cache,
     tokens_and_packing_state,
@@ -43,6 +44,7 @@ from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
+from hf_hybrid_ssm.students.cache import fit_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -91,7 +93,8 @@ class StudentMixin(HybridPreTrainedModel):
         given = {} if config is None else {"config": config}
         if hasattr(cls, "teacher_class"):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
-        known = isinstance(config, HybridStudentConfig)
+        # by the name of the type: a folder's own code has copies of the classes
+        known = getattr(config, "model_type", None) == HybridStudentConfig.model_type
         loader = cls.for_config(config) if known else cls.auto_class
         return loader.from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
 
@@ -127,7 +130,7 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
-    uses_positions = True
+    is_bidirectional, uses_positions = False, True
     counts_documents = False
     """Some memory needs to know how many documents a row holds at most."""
 
@@ -218,6 +221,8 @@ class HybridStudentModel(StudentMixin):
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
         rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
         check_cache_without_states(cache, rows)
+        if inputs_embeds is not None and rows.token_mask is not None:  # 0, the weight of padding, times NaN is NaN
+            inputs["inputs_embeds"] = torch.where(rows.token_mask.unsqueeze(-1), inputs_embeds, 0.0)
         positions: Any = self._positions(rows, cache, given.device) if position_ids is None else position_ids
         own_mask = rows.full_token_mask if masks is None else masks[OF_TEACHER]
         forward = Forward(rows, cache, self._query_scale(positions), *self._for_sinks(rows, cache, positions))
@@ -337,8 +342,9 @@ class HybridStudentForCausalLM(
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
-            self.config.fit_cache(cache)
+            fit_cache(cache, self.config)
             if generation_config.is_assistant:
+                let_assistant_forget(cache)
                 cache.activate_past_recording()
 
     def create_masks_for_generate(
@@ -371,10 +377,11 @@ _MADE: dict[Any, Any] = {}
 
 def _make_class(teacher: Any) -> Any:
     is_base = not issubclass(teacher, GenerationMixin)
-    name = re.sub(r"(For[A-Z]\w*|Model)$", r"Student\1", teacher.__name__)
+    own = re.sub(r"(For[A-Z]\w*|Model)$", r"Student\1", teacher.__name__)
     model_type = teacher.config_class.model_type
     members = {
         "__module__": __name__,
+        "__qualname__": own,  # by which whoever unpickles it asks for the class
         "__doc__": f"`{teacher.__name__}` as a student.",
         "teacher_class": teacher,
         "config_class": config_class(model_type),
@@ -384,10 +391,12 @@ def _make_class(teacher: Any) -> Any:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
         members["forward"] = by_both_cache_names(with_both_names(teacher.forward))
-    made = type(name, (HybridStudentModel if is_base else HybridStudentForCausalLM, teacher), members)
+    parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
+    # language models have the name that transformers' tables know, whoever their teacher is
+    made = type(own if is_base else parent.__name__, (parent, teacher), members)
     conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
-    if conversions is not None and not is_base:  # the teacher's weights are stored under other names than it has them
-        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    if conversions is not None and is_base:  # layers are stored under other names than they have
+        register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
 
 

@@ -87,9 +87,9 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
 
 
 def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
-    kinds = set(model.config.layer_types)
+    kinds = set(getattr(model.config, "layer_types", ()))
     if family_of(model.config.model_type).recurrent_states is None or kinds != {STATE_LAYER_TYPE}:
-        able = " or ".join(family.card.name for family in FAMILIES if family.recurrent_states is not None)
+        able = " or ".join(family.card.name for family in FAMILIES if family.card and family.recurrent_states)
         raise ValueError(
             f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
             "layers can be sharded along the sequence."
