@@ -6,7 +6,6 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
 )
@@ -111,7 +110,7 @@ REFUSED = {
     fp8_alone: r"up_proj\.weight of the teacher is torch\.float8_e4m3fn",
     dynamic_int8: r"holds \S+\.q_proj\.scale, .* more, which no plain",
     said_to_be_quantized: r"quantization_config \(BitsAndBytesConfig\) of the teacher",
-    tied_in_the_configuration_alone: "tie_word_embeddings=True of the teacher, but the weights of its embeddings and of its head differ",
+    tied_in_the_configuration_alone: "tie_word_embeddings=True of the teacher, but the weights of its embeddings and",
     without_head: "teacher=LlamaModel cannot be upcycled; only a LlamaForCausalLM can",
     classifier: "teacher=LlamaForSequenceClassification cannot be upcycled; only a LlamaForCausalLM can",
     another_width_than_configured: r"mlp\.gate_proj\.weight of the teacher is \(48, 32\), not \(50, 32\)",
