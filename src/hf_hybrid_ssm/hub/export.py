@@ -120,7 +120,7 @@ def code_of(model_type: str) -> dict[str, str]:
         if level == "layers":
             return "mixers" if rest[0] == "mixers" else "layers"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
-            return own if rest[0].endswith(("configuration", "connections", "removed_fields")) else "model_parts"
+            return own if rest[0].endswith(("configuration", "connections")) else "model_parts"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
         return rest[-1] if is_listed else f"layers_{rest[0]}"
 
