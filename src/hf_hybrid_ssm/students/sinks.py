@@ -77,7 +77,7 @@ def turned_together(layers: list[Any], angles: Angles) -> dict[int, torch.Tensor
     held = [key for key in keys if type(key) is nn.Parameter and key.device == angles[0].device]
     if len(held) < len(keys):
         return {}
-    turned = layers[0].sink.turn(torch.cat(held)[None, :, None], angles)
+    turned = layers[0].sink.turn(torch.cat([*held])[None, :, None], angles)
     return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in held], 1)))
 
 
