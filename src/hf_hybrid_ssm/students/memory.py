@@ -222,7 +222,9 @@ def initialise(module: Any) -> bool:
     return True
 
 
-def _close(projection: nn.Linear) -> None:
+def _close(projection: Any) -> None:
+    if not isinstance(projection, nn.Linear):  # of a folder with rounded weights, where there is nothing to begin with
+        return
     init.zeros_(projection.weight)
     if projection.bias is not None:
         init.zeros_(projection.bias)
