@@ -77,7 +77,7 @@ def test_own_tasks_do_not_read_all_of_lm_evals(folder, monkeypatch):
     assert asked == [False, False, True]
 
 
-@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa"])
+@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa", "hybrid_student"])
 def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
