@@ -69,7 +69,9 @@ def config_of(
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
     if sink == AUTO:
-        sink = "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        sink = (
+            "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        )
     plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
     plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
     config = student_config(teacher, **plan, **memory_fields)
