@@ -72,7 +72,7 @@ def training_of(place, output, steps, **options):
     given = {"keep": KEPT, "window": WINDOW, "lengths": [512], "plain": 0.3}
     arguments = RecallTrainingArguments(str(place / "teacher"), [str(place / "story.txt")], **given)
     fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "use_cpu": True}
-    fixed |= {"report_to": "none", "disable_tqdm": True, "save_steps": 2, "remove_unused_columns": False}
+    fixed |= {"report_to": "none", "disable_tqdm": True, "save_steps": 2}
     fixed |= {"lr_scheduler_type": "constant", "resume_from_checkpoint": "auto"}
     return arguments, TrainingArguments(str(output), **fixed | options)
 
