@@ -1,6 +1,6 @@
 """Train a student with kept layers or groups on real texts and on recall of many kinds.
 
-    python recipes/recall_training.py recipes/configs/upcycle/recall_training_cpu.yaml teacher=FILE [key=value ...]
+    python recipes/recall_training.py recipes/configs/upcycle/kinds_training_cpu.yaml teacher=FILE [key=value ...]
 
 All of its weights learn the teacher's distribution of the next token. Rows are stretches of `train_files`: some plain,
 most as a chat, where facts of the kinds that may be trained on (`HELD_IN`) lie between the lines and are asked for in
