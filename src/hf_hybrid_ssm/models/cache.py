@@ -483,6 +483,11 @@ def capacity_of(cache: Cache | None) -> int | None:
     return None
 
 
+FITTERS: dict[str, Callable[[Any, Any], None]] = {}
+"""Model type → what gives a cache, made for another model of that configuration, the layers that are kept: a
+student's cache is made as its teacher's."""
+
+
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int, length: int = 0) -> Cache:
     """The cache of a forward of `length` tokens: a new one, or the given one if it fits the model and the batch.
 
@@ -505,8 +510,8 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     if not cache.layers and isinstance(cache, DynamicCache):
         cache.layers = DynamicCache(config=config).layers
         cache.layer_class_to_replicate = None
-    if hasattr(config, "fit_cache"):  # a student's, some of whose layers keep what their teacher's keep
-        config.fit_cache(cache)
+    if config.model_type in FITTERS:
+        FITTERS[config.model_type](cache, config)
     layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:

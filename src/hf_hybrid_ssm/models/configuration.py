@@ -89,7 +89,32 @@ def _equal(one: Any, other: Any) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in one.__dataclass_fields__)
 
 
-class HybridConfigMixin:
+class SavedWithCode:
+    """A configuration that takes along the code of its models; placed before `PreTrainedConfig`."""
+
+    model_type: ClassVar[str]
+    push_to_hub: Callable[..., Any]
+
+    @property
+    def code_exporter(self) -> ModuleType | None:
+        """Who writes the code of this configuration's family beside it; None if nobody does."""
+        exporter_of = CONNECTIONS.code_exporter
+        return None if exporter_of is None else exporter_of(type(self))
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
+        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
+        if exporter is None:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
+            return
+        self.auto_map = exporter.auto_map_of(self.model_type)
+        super().save_pretrained(save_directory)  # type: ignore[misc]
+        exporter.write_code(save_directory, self.model_type)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+class HybridConfigMixin(SavedWithCode):
     """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
 
     A derived field follows the fields it is computed from until someone sets it; setting it to its default (`None`)
@@ -104,8 +129,6 @@ class HybridConfigMixin:
         "layers": (["hidden_states"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    model_type: ClassVar[str]
-    push_to_hub: Callable[..., Any]
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -190,24 +213,6 @@ class HybridConfigMixin:
         output = super().to_dict()  # type: ignore[misc]
         output.pop("_following", None)
         return output
-
-    @property
-    def code_exporter(self) -> ModuleType | None:
-        """Who writes the code of this configuration's family beside it; None if nobody does."""
-        exporter_of = CONNECTIONS.code_exporter
-        return None if exporter_of is None else exporter_of(type(self))
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
-        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
-        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
-        if exporter is None:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
-            return
-        self.auto_map = exporter.auto_map_of(self.model_type)
-        super().save_pretrained(save_directory)  # type: ignore[misc]
-        exporter.write_code(save_directory, self.model_type)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(N, D) → (N, V)."""
-        return self.inner.lm_head(self.inner._pre_head(hidden_states.unsqueeze(0)))[0]
+        return self.paged.logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Take every tensor of a checkpoint, and all that the model has.

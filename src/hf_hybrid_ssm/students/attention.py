@@ -166,7 +166,7 @@ class WindowedAttention(RecurrentMixin):
             logits: (B, L, heads), q·k of a sink.
         """
         if isinstance(served := past.get("keys"), ServedKeys) and window.left is None:
-            return self._ask(served, query, key, value, scale=scale), {}
+            return self._ask(served, query, key, value, scale=scale, softcap=softcap, s_aux=s_aux), {}
         sink: dict[str, Any] = {}
         if s_aux is not None:
             sink["sink_logits"] = s_aux.float()[None, :, None].expand(query.shape[:3])
@@ -190,13 +190,13 @@ class WindowedAttention(RecurrentMixin):
         )
         return output, {} if state is None else _named(state, prefix)
 
-    def _ask(self, served: ServedKeys, *heads: torch.Tensor, scale: float) -> torch.Tensor:
+    def _ask(self, served: ServedKeys, *heads: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attention to all tokens by a server, of as many groups in every layer, since its pages have one size: zeros
         fill up."""
         missing, shared = self.most_groups - heads[1].shape[1], heads[0].shape[1] // heads[1].shape[1]
         counts = (missing * shared, missing, missing)
         wide = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x, more in zip(heads, counts))
-        by_head = served.attend(*wide, scale=scale).unflatten(2, (-1, heads[2].shape[3]))
+        by_head = served.attend(*wide, **options).unflatten(2, (-1, heads[2].shape[3]))
         return by_head[:, :, : heads[0].shape[1]].transpose(1, 2)
 
     def _with_first_token(
@@ -272,7 +272,7 @@ def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _state(past: States, prefix: str) -> AttentionState | None:
-    if not past:
+    if prefix + "keys" not in past:  # nor beside keys that a server has just begun to keep
         return None
     return AttentionState(*(past[prefix + name] for name in AttentionState._fields))
 

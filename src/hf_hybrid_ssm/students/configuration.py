@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE, SavedWithCode
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 KINDS = ("full", "window", "none")
@@ -115,7 +115,7 @@ def _check_names(where: str, saved: Mapping[str, Any], kind: type) -> None:
 
 
 @strict
-class HybridStudentConfig(PreTrainedConfig):
+class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
     """
     Configuration of a student: of the class of its teacher's configuration, with every field of that, and two more.
 
@@ -155,12 +155,6 @@ class HybridStudentConfig(PreTrainedConfig):
     def cache_layer_types(self) -> list[str]:
         """What `prepare_cache` expects: this package's layers, or the teacher's."""
         return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.plan.layers]
-
-    def fit_cache(self, cache: Any) -> None:
-        """Replace the empty layers of a cache that was made for the teacher where this student keeps other things."""
-        from hf_hybrid_ssm.students.cache import fit_cache  # needs torch, which a configuration does not
-
-        fit_cache(cache, self)
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""

@@ -43,6 +43,7 @@ from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
+from hf_hybrid_ssm.students.cache import fit_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -91,7 +92,8 @@ class StudentMixin(HybridPreTrainedModel):
         given = {} if config is None else {"config": config}
         if hasattr(cls, "teacher_class"):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
-        known = isinstance(config, HybridStudentConfig)
+        # by the name of the type: a folder's own code has copies of the classes
+        known = getattr(config, "model_type", None) == HybridStudentConfig.model_type
         loader = cls.for_config(config) if known else cls.auto_class
         return loader.from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
 
@@ -127,7 +129,7 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
-    uses_positions = True
+    is_bidirectional, uses_positions = False, True
     counts_documents = False
     """Some memory needs to know how many documents a row holds at most."""
 
@@ -337,7 +339,7 @@ class HybridStudentForCausalLM(
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
-            self.config.fit_cache(cache)
+            fit_cache(cache, self.config)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
