@@ -49,7 +49,7 @@ class Keep:
             raise ValueError(f"by={self.by!r} must be one of {', '.join(map(repr, KEEP_BY))}, or None.")
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window={self.window!r} must be a number of tokens, at least 1.")
-        if isinstance(self.parts, bool) or not isinstance(self.parts, int | float | Sequence):
+        if isinstance(self.parts, bool | str) or not isinstance(self.parts, int | float | Sequence):
             raise TypeError(f"parts={self.parts!r} must be a count (int), a share (float) or a list.")
 
     def parts_of(self, config: PreTrainedConfig) -> list[Any]:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.hub.configurations import without_memory
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
 from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
+from hf_hybrid_ssm.students.modeling import student_class
 from hf_hybrid_ssm.students.sinks import ConstantSink
-from hf_hybrid_ssm.students.teacher import attention_layers
+from hf_hybrid_ssm.students.teacher import attention_layers, class_of
 from hf_hybrid_ssm.upcycle.choice import Keep, LayerChoice, choose_layers
 from hf_hybrid_ssm.upcycle.divergence import text_of
 from hf_hybrid_ssm.upcycle.probe_prompts import made_text
@@ -81,7 +83,10 @@ def config_of(
         with_sinks = any(layer.sink is not None for layer in made)
         sees_all = any(layer.attention == "full" or layer.groups for layer in made)
         attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
-    return student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
+    config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
+    if memory is not None:  # its fields are checked as it is made
+        without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
+    return config
 
 
 @torch.no_grad()
