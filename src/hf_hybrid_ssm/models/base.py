@@ -40,7 +40,7 @@ NARROW = (torch.bfloat16, torch.float16)
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 OF_HEADS = ("architectures", "dtype", "id2label", "label2id", "num_labels", "problem_type", "_name_or_path")
 
-# here, since folders with code import nothing of the package
+# here, so that exported code, which does not import the package, does not warn
 warn_of_untested_transformers(transformers.__version__)
 
 

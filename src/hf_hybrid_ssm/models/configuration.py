@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Derived = Annotated[T, "derived"]
 else:
     Derived = T | None
-"""A field that follows others until it is set: None may be given for it, but is never read."""
+"""A field that is computed from other fields unless it is set; None stands for the default, and is never read."""
 DERIVED: Any = None
 
 
@@ -211,7 +211,7 @@ class HybridConfigMixin(SavedWithCode):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, which gives what is saved here, and apart from it what the caller chose.
+        """As in transformers: the configuration, and the unused keyword arguments if asked.
 
         Raises:
             ValueError: what is saved may not be (see `check_saved_configuration`).

@@ -1,7 +1,4 @@
-"""What a saved configuration may say. It comes with a folder or from the Hub, and whoever loads it need not know who
-wrote it: it names no code to be fetched, takes no part of its class away, and asks for no more layers, labels or
-entries of a list than can be built.
-"""
+"""Checks of a config.json that may be untrusted: no remote code, no overridden methods, bounded sizes."""
 
 import dataclasses
 from collections.abc import Mapping
