@@ -270,10 +270,9 @@ def test_a_memory_that_cannot_start_from_attention_is_refused():
         init_memories(model, own)
     own = teacher("llama")
     for plan, message in (
-        ({"instead": True, "num_heads": 2}, "starts from one pair of keys and queries"),
         ({"instead": True, "use_bias": False}, "use_bias=False"),
         ({"use_bias": False}, "use_bias=False"),
-        ({"num_heads": 2}, "num_heads=2 of the mixer, but the attention's heads need num_heads=4"),
+        ({"state_size": 4}, "state_size=4 of the mixer, but the attention's heads need 8"),
         ({"expand": 1}, "the values of 4 heads have 32 channels, which need 64 of the mixer .*, not 32"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -81,7 +81,7 @@ def save_delta(
     if not student.state_dict().keys() & weights.keys() - own.keys():
         raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
     own = {
-        name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).contiguous()
+        name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).detach().cpu().contiguous()
         for name, value in own.items()
     }
     if wrong := [name for name, value in own.items() if not value.isfinite().all()]:

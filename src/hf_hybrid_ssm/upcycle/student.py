@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.hub.configurations import without_memory
+from hf_hybrid_ssm.hub.configurations import check_fields, without_memory
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
 from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
 from hf_hybrid_ssm.students.modeling import student_class
@@ -20,6 +22,8 @@ from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 ATTN_SCALE = 0.1
 """As in Llama 4."""
+OF_TEACHER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "sliding_window")
+"""Fields of a memory that its teacher decides."""
 INITS = ("projections", "random")
 AUTO = "auto"
 BEYOND = 512
@@ -68,6 +72,7 @@ def config_of(
     """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
+    _check_memory(memory, memory_fields)
     if sink == AUTO:
         sink = (
             "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
@@ -91,6 +96,21 @@ def config_of(
     return config
 
 
+def _check_memory(memory: str | None, fields: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: there is no memory of these fields, or one of them is the teacher's.
+    """
+    if memory is None and fields:
+        raise ValueError(
+            f"{', '.join(sorted(fields))}: of a memory, and there is none; give memory=, or leave it out."
+        )
+    if fixed := sorted(fields.keys() & set(OF_TEACHER)):
+        raise ValueError(f"{', '.join(fixed)} of a memory must be its teacher's: leave it out.")
+    if fields:
+        check_fields(BstConfig if memory == "context" else LonghornConfig, fields)
+
+
 @torch.no_grad()
 def upcycle(
     teacher: Teacher,
@@ -106,7 +126,7 @@ def upcycle(
     text: torch.Tensor | None = None,
     **memory_fields: Any,
 ) -> tuple[Any, UpcycleReport]:
-    """A student that starts from a trained transformer: of its own class, with its weights, and windows in most layers.
+    """A student that starts from a trained transformer: of its class, with its weights, and windows in most layers.
 
     Until it is trained, a student in which no memory takes the place of attention is its teacher with windows, and the
     teacher itself within the window.
