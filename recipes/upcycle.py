@@ -1,15 +1,14 @@
-"""Turn a Llama, Mistral or Qwen into a hybrid.
-
-Its memory then grows in few layers, or in none.
+"""Give a pretrained transformer a cache that stops growing, and train what became of it.
 
     python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
 
-`student=longhorn` replaces most attention by mixers, `student=bst` gives all of it a window and some of it context
-states. Stages, each optional and resumable: `align` (every new mixer, or attention with context states, imitates the
+Of a decoder of transformers with rotary positions, `keep` says which layers still see all tokens; the others see a
+`window`. `memory=longhorn` or `memory=context` puts a state-space layer beside the windows of `memory_layers`, with
+`instead=true` in the place of attention. Stages, each optional and resumable: `align` (every memory imitates the
 teacher's attention, given the teacher's own input to it), `distil` (the student imitates the teacher's distribution of
-the next token) and `finetune` (next token, on text). Before anything is trained, the weights that do not carry over
-are listed. Writes to `output_dir` the student with tokenizer, code and card (or with delta=true what it has beyond its
-teacher), results.json, and gap.png: the way to the teacher's loss.
+the next token) and `finetune` (next token, on text). Before anything is trained, what is new beside the teacher's
+weights is listed. Writes to `output_dir` the student with tokenizer, code and card (or with delta=true what it has
+beyond its teacher), results.json, and gap.png: the way to the teacher's loss.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,35 +25,20 @@ from _lib.teacher_states import TeacherStates
 from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, say_figures, write_json
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    PreTrainedModel,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from transformers import PreTrainedModel, TrainingArguments, default_data_collator, set_seed
 
+from hf_hybrid_ssm.cli.progress import progress
 from hf_hybrid_ssm.hub import card_of_folder
-from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.hub.configurations import without_memory
 from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.upcycle import (
-    KEEP_BY,
-    STUDENT_FAMILIES,
-    choose_layers,
-    constant_sinks,
-    load_teacher,
-    load_teacher_model,
-    memory_window,
-    new_modules,
-    save_delta,
-    student_config,
-    upcycle,
-)
-from hf_hybrid_ssm.upcycle.choice import parts_to_keep
-from hf_hybrid_ssm.upcycle.loading import config_to_upcycle, open_teacher
+from hf_hybrid_ssm.students import HybridStudentForCausalLM
+from hf_hybrid_ssm.students.configuration import teacher_attention
+from hf_hybrid_ssm.upcycle import Keep, Teacher, choose_layers, save_delta, upcycle
+from hf_hybrid_ssm.upcycle.loading import open_teacher
+from hf_hybrid_ssm.upcycle.student import config_of, constant_sinks, new_modules
 
 STAGES = ("align", "distil", "finetune")
 EVALUATION = "evaluation"
@@ -66,12 +50,11 @@ class UpcycleArguments:
     """Which teacher, what remains of it, and how the student learns."""
 
     teacher: str = field(metadata={"help": "a checkpoint: folder, Hub name or GGUF file"})
-    student: str = field(default="longhorn", metadata={"help": "its family: longhorn or bst"})
     keep: Any = field(
-        default=None,
+        default=0.2,
         metadata={
-            "help": "attention layers that stay in a longhorn: how many (6), which share (0.25), or a list "
-            "of layers or, as [[layer, group], ...], of key/value groups"
+            "help": "layers that still see all tokens: how many (6), which share (0.25), or a list of layers or, as "
+            "[[layer, group], ...], of key/value groups"
         },
     )
     keep_by: str | None = field(
@@ -81,15 +64,19 @@ class UpcycleArguments:
             "kl, sensitivity or even"
         },
     )
-    keep_as: str | None = field(
-        default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
+    window: int = field(default=256, metadata={"help": "tokens that a token sees before its own, in the other layers"})
+    memory: str | None = field(default=None, metadata={"help": "beside the windows: longhorn or context"})
+    instead: bool = field(default=False, metadata={"help": "the memory (longhorn) takes the place of attention"})
+    memory_layers: list[int] | None = field(
+        default=None, metadata={"help": "those of the other layers that have it; all by default"}
     )
-    others_as: str | None = field(
-        default=None,
-        metadata={"help": "the other layers of a longhorn: linear_attention, sliding_attention or hybrid_sliding"},
+    config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "more of upcycle(): sink, attn_scale, window_dropout, and fields of the memory's configuration"
+        },
     )
-    init: str = field(default="projections", metadata={"help": "of what is new: projections or random"})
-    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the student's configuration"})
+    init: str = field(default="projections", metadata={"help": "of a memory: projections or random"})
     align: dict[str, Any] | None = field(default=None, metadata={"help": "settings of this stage's training"})
     distil: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
     finetune: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
@@ -117,12 +104,7 @@ class UpcycleArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
-        if self.student not in STUDENT_FAMILIES:
-            raise ValueError(f"student={self.student!r} must be one of {', '.join(map(repr, STUDENT_FAMILIES))}.")
-        if self.student == "longhorn" and self.keep is None:
-            self.keep = 0.25
-        if self.keep_by not in (None, *KEEP_BY):
-            raise ValueError(f"keep_by={self.keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
+        student_settings(self.student())
         if self.keep_by is not None and not isinstance(self.keep, int | float):
             raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
         if not self.temperature > 0:
@@ -140,30 +122,35 @@ class UpcycleArguments:
         if self.teacher_states is not None and self.distil is None:
             raise ValueError(f"teacher_states={self.teacher_states!r} are for distil, which has no settings.")
 
+    def student(self) -> dict[str, Any]:
+        """Settings as of `student_settings`."""
+        own = ("keep", "keep_by", "window", "memory", "instead", "memory_layers", "init")
+        return self.config | {name: getattr(self, name) for name in own}
+
+
+def student_settings(given: dict[str, Any], window: int = 256) -> tuple[Keep, dict[str, Any]]:
+    """What a student of such settings keeps, and the other arguments of `upcycle`.
+
+    Args:
+        given: such as {keep: 6, keep_by: recall, memory: longhorn}.
+        window: where none is given.
+    """
+    options = dict(given)
+    keep = Keep(options.pop("keep", 0.2), options.pop("keep_by", None), options.pop("window", window))
+    return keep, options
+
+
+def planned(teacher: Any, given: dict[str, Any], window: int = 256) -> Any:
+    """The configuration of a student, from its teacher's: refuses what cannot be, before any weight is read."""
+    keep, options = student_settings(given, window)
+    config = config_of(teacher, keep, **{name: value for name, value in options.items() if name != "init"})
+    without_memory(lambda: HybridStudentForCausalLM(config))  # refuses what cannot be built
+    return config
+
 
 def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
     """The shared settings, with those of the stage, in a folder of its own."""
     return replace(training, output_dir=str(Path(training.output_dir) / stage), **settings)
-
-
-def check_student(arguments: UpcycleArguments, teacher: Any) -> None:
-    """Refuse, before any weight is read, what no student of a teacher of this configuration can be."""
-    keep = arguments.keep
-    if arguments.student == "longhorn":
-        keep = parts_to_keep(teacher, keep, arguments.keep_by)
-    student_config(teacher, keep, arguments.keep_as, arguments.student, arguments.others_as, **arguments.config)
-
-
-def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, tokenizer: Any, rows: Any) -> Any:
-    """The layers of a longhorn that keep their attention; some rankings read a few rows of text."""
-    if arguments.student != "longhorn":
-        return arguments.keep
-    texts = [torch.tensor([row["input_ids"]]) for row in rows.select(range(min(8, len(rows))))]
-    window = arguments.config.get("sliding_window")
-    options = {} if window is None else {"window": window}
-    choice = choose_layers(teacher, arguments.keep, arguments.keep_by, tokenizer, texts, **options)
-    say(choice)
-    return choice.layers
 
 
 def is_own(folder: Path) -> bool:
@@ -188,7 +175,9 @@ def frozen_beside_the_new(student: Any, rank: int) -> Any:
     names = [
         name
         for name, module in student.named_modules()
-        if isinstance(module, torch.nn.Linear) and not within(name, whole) and name != "lm_head"
+        if isinstance(module, torch.nn.Linear)
+        and not within(name, whole)
+        and module is not student.get_output_embeddings()
     ]
     return get_peft_model(student, LoraConfig(r=rank, target_modules=names, modules_to_save=whole or None))
 
@@ -197,7 +186,6 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     """Make, train, evaluate and save the student; returns what is written to results.json."""
     folder = Path(training.output_dir)
     check_output(training.output_dir, arguments.overwrite, "auto" if is_own(folder) and arguments.resume else None)
-    check_fields(CONFIG_MAPPING[arguments.student], arguments.config)
     stages = {
         stage: stage_arguments(training, stage, getattr(arguments, stage))
         for stage in STAGES
@@ -206,55 +194,44 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     if "align" in stages and training.world_size > 1:
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
-    options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
     files = open_teacher(arguments.teacher)
-    check_student(arguments, config_to_upcycle(files))
-    if data.tokenizer is None:
-        teacher, own_tokenizer = load_teacher(files, torch.float32, **options)
-    else:
-        teacher, own_tokenizer = load_teacher_model(files, torch.float32, **options), None
-    teacher.requires_grad_(False)
-    if not options:
-        teacher.to(training.device)
+    window = checked_window(arguments, data, planned(files.config, arguments.student()), stages)
+    own_tokenizer = files.load_tokenizer() if data.tokenizer is None else None
+    place = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
+    model = files.load_model(torch.float32, **place).requires_grad_(False)
+    if not place:
+        model.to(training.device)
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
         tokenizer = own_tokenizer or get_tokenizer(data, texts)
         check_ends(tokenizer, data.tokenizer or arguments.teacher)
-        check_vocabulary(teacher, tokenizer)
+        check_vocabulary(model, tokenizer)
         train = packed_rows(texts, tokenizer, data, training.seed)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data)
 
-    keep = chosen_layers(arguments, teacher, tokenizer, train)
-    student, report = upcycle(
-        teacher,
-        keep,
-        arguments.keep_as,
-        arguments.init,
-        arguments.student,
-        arguments.others_as,
-        tokenizer=tokenizer,
-        **arguments.config,
-    )
+    teacher = Teacher(model, tokenizer, files.source)
+    keep, options = student_settings(arguments.student())
+    choice = choose_layers(teacher, keep, lambda steps: progress(steps, "texts"))
+    student, report = upcycle(teacher, choice, **options)
     say(report)
-    window = checked_window(arguments, data, student, stages)
-    train = with_recall_rows(train, tokenizer, arguments.recall_share, window or 0, training.seed)
+    train = with_recall_rows(train, tokenizer, arguments.recall_share, arguments.window, training.seed)
     states = None
     if arguments.teacher_states is not None:
-        states = TeacherStates(arguments.teacher_states, teacher, train, rows_read(stages["distil"]))
+        states = TeacherStates(arguments.teacher_states, model, train, rows_read(stages["distil"]))
         assert not isinstance(train, RowStream)  # `TeacherStates` refuses one
         train = train.add_column("row", list(range(len(train))))
 
-    def trainer_of(model: Any, name: str, settings: TrainingArguments) -> StageTrainer:
+    def trainer_of(trained: Any, name: str, settings: TrainingArguments) -> StageTrainer:
         stage = Stage(name, teacher, arguments.temperature, window, arguments.within_weight, states)
         return StageTrainer(
-            model=model, args=settings, train_dataset=train, eval_dataset=validation, processing_class=tokenizer,
+            model=trained, args=settings, train_dataset=train, eval_dataset=validation, processing_class=tokenizer,
             data_collator=default_data_collator, stage=stage,
         )  # fmt: skip
 
     (folder / EVALUATION).mkdir(parents=True, exist_ok=True)  # by which a later run knows the folder
     judge = replace(training, output_dir=str(folder / EVALUATION))
-    teacher_loss = trainer_of(teacher, "finetune", judge).evaluate()["eval_loss"]
+    teacher_loss = trainer_of(model, "finetune", judge).evaluate()["eval_loss"]
     results: dict[str, Any] = {
         "teacher": Path(arguments.teacher).name,
         "teacher_loss": teacher_loss,
@@ -298,33 +275,32 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
 
 
 def checked_window(
-    arguments: UpcycleArguments, data: DataArguments, student: Any, stages: dict[str, TrainingArguments]
+    arguments: UpcycleArguments, data: DataArguments, config: Any, stages: dict[str, TrainingArguments]
 ) -> int | None:
-    """The window beside which something new remembers, if there is one.
+    """The window of the layers that saw all tokens, if a student of this configuration has one.
 
     Raises:
         ValueError: nothing new is there to train, or rows or weights of tokens do not fit the window.
     """
-    if "align" in stages and not new_modules(student):
-        raise ValueError("align has nothing to train: the student has no new mixers or context states. Leave it out.")
-    if arguments.trained == "new" and not trained_alone(student, "distil"):
-        raise ValueError(
-            "trained='new' has nothing to train: the student has no new mixers, context states or sinks. Leave it out."
-        )
-    window = memory_window(student.config)
-    if window is None:
+    plan = config.plan.layers
+    has_memory = any(layer.memory for layer in plan)
+    if "align" in stages and not has_memory:
+        raise ValueError("align has nothing to train: it teaches a memory, and memory is null. Leave it out.")
+    if arguments.trained == "new" and not has_memory and not any(layer.sink for layer in plan):
+        raise ValueError("trained='new' has nothing to train: the student has no memory and no sinks. Leave it out.")
+    if not any(layer.is_windowed and kind == "full" for layer, (kind, _) in zip(plan, teacher_attention(config))):
         if arguments.within_weight != 1:
             raise ValueError(
-                f"within_weight={arguments.within_weight} is for students with something new beside a window, and "
-                "this has none: leave it out."
+                f"within_weight={arguments.within_weight} is for students with windows, and this has none: leave it "
+                "out."
             )
         return None
-    if stages and data.sequence_length < 2 * window:
+    if stages and data.sequence_length < 2 * arguments.window:
         raise ValueError(
-            f"sequence_length={data.sequence_length} must be at least {2 * window}, twice the window of "
-            f"{window} tokens: beyond it what is new has something to learn."
+            f"sequence_length={data.sequence_length} must be at least {2 * arguments.window}, twice the window of "
+            f"{arguments.window} tokens: within it the student has nothing to learn."
         )
-    return window
+    return arguments.window
 
 
 def rows_read(settings: TrainingArguments) -> int | None:
@@ -334,17 +310,14 @@ def rows_read(settings: TrainingArguments) -> int | None:
 
 
 def layers_of(config: Any) -> dict[str, Any]:
-    """What became of the teacher's attention layers, for results.json."""
-    kinds = list(enumerate(config.block_types))
-    if config.model_type == "longhorn":
-        with_mixers = ("linear_attention", "hybrid_sliding")
-        windows = () if any(kind in with_mixers for _, kind in kinds) else ("sliding_attention",)
-        others = (*with_mixers, *windows, "mixed_attention")
-        kept: dict[str, Any] = {"kept_attention_layers": [index for index, kind in kinds if kind not in others]}
-        groups = [[index, group] for index, _ in kinds for group in config.full_groups(index)]
-        return kept | ({"kept_key_value_groups": groups} if groups else {})
-    states = [index for index, kind in kinds if kind != "sliding_attention"]
-    return {"sliding_window": config.sliding_window, "layers_with_context_states": states}
+    """What became of the teacher's attention, for results.json."""
+    layers = list(enumerate(config.plan.layers))
+    found: dict[str, Any] = {"kept_attention_layers": [index for index, layer in layers if layer.attention == "full"]}
+    if groups := [[index, group] for index, layer in layers for group in layer.groups]:
+        found["kept_key_value_groups"] = groups
+    if memories := [index for index, layer in layers if layer.memory]:
+        found |= {"memory": layers[memories[0]][1].memory, "layers_with_memory": memories}
+    return found
 
 
 def run_stage(
@@ -387,7 +360,7 @@ def save(
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:
         remove_weights(folder)
-        student.save_pretrained(folder, export_code=True)
+        student.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")

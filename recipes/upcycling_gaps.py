@@ -32,19 +32,16 @@ import torch
 from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    TrainingArguments,
-)
-from upcycle import STAGES, UpcycleArguments, upcycle_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from upcycle import STAGES, UpcycleArguments, planned, upcycle_model
 
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, load_teacher_model, student_config
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.upcycle import Keep, load_teacher
+from hf_hybrid_ssm.upcycle.loading import open_teacher
+from hf_hybrid_ssm.upcycle.student import config_of
 
 STATE_LENGTH = 32_768  # tokens of the decoded sequence whose cache is counted
 
@@ -126,11 +123,10 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     start = Path(arguments.output_dir) / f"start-{name}-{seed}"
     torch.manual_seed(seed)
     if from_scratch:
-        config = AutoConfig.from_pretrained(upcycling.teacher)
-        config = student_config(config, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
+        config = planned(open_teacher(upcycling.teacher).config, upcycling.student())
         AutoModelForCausalLM.from_config(config).save_pretrained(start)
     elif intermediate_size is not None:
-        teacher = load_teacher_model(upcycling.teacher, torch.float32)
+        teacher = load_teacher(upcycling.teacher, torch.float32).model
         widened(teacher, intermediate_size).save_pretrained(start)
     else:
         start = Path(upcycling.teacher)
@@ -155,8 +151,8 @@ def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> dict[
 def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> dict[str, Any]:
     """Losses at both lengths, by kind of text and their means, and the bytes of the cache of one long sequence."""
     model = load_whole(AutoModelForCausalLM, folder, dtype=torch.float32).eval()
-    is_student = model.config.model_type in STUDENT_FAMILIES
-    config: Any = model.config if is_student else student_config(model.config, keep=1.0)
+    config: Any = model.config
+    config = config if isinstance(config, HybridStudentConfig) else config_of(config, Keep(1.0))
     short = {kind: loss_at(model, held, length, length) for kind, held in rows.items()}
     long = {kind: loss_at(model, held, held.shape[1], length) for kind, held in rows.items()}
     return {

@@ -34,10 +34,12 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from upcycle import within
+from upcycle import planned, student_settings, within
 
 from hf_hybrid_ssm.hub.configurations import new_config
-from hf_hybrid_ssm.upcycle import load_teacher_model, new_modules, student_config, upcycle
+from hf_hybrid_ssm.upcycle import Teacher, upcycle
+from hf_hybrid_ssm.upcycle.loading import open_teacher
+from hf_hybrid_ssm.upcycle.student import new_modules
 
 KINDS = ("pairs", "first_token")
 STAGES = ("align", "finetune")
@@ -50,7 +52,9 @@ class UpcyclingRecallArguments:
     """Which students, on which tasks."""
 
     teacher: dict[str, Any] = field(metadata={"help": "fields of a Llama's configuration"})
-    students: dict[str, dict[str, Any]] = field(metadata={"help": "name: keep, init and fields of a Longhorn"})
+    students: dict[str, dict[str, Any]] = field(
+        metadata={"help": "name: keep, keep_by, window and other arguments of upcycle()"}
+    )
     tasks: dict[str, dict[str, Any]] = field(
         metadata={"help": "name: pairs or first_token, settings of rows; teacher, align, finetune, of training"}
     )
@@ -154,8 +158,9 @@ def train_student(
     """Align what is new with the teacher's attention, then train all of it on the task."""
     seed = next(iter(stages.values())).seed
     set_seed(seed)
-    teacher = load_teacher_model(teacher_folder, torch.float32).requires_grad_(False)
-    model, _ = upcycle(teacher, **student)
+    teacher = Teacher(open_teacher(teacher_folder).load_model(torch.float32).requires_grad_(False))
+    keep, options = student_settings(student)
+    model, _ = upcycle(teacher, keep, **options)
     found: dict[str, Any] = {"parameters": model.num_parameters(), "recall_at_the_start": task.measure(model.eval())}
     new = new_modules(model)
     for stage, training in stages.items():
@@ -185,7 +190,7 @@ def recall(arguments: UpcyclingRecallArguments, training: TrainingArguments) -> 
     for task in tasks.values():  # every student can be made, before the first teacher trains
         config = new_config("llama", **(arguments.teacher | {"vocab_size": task.vocab_size}))
         for fields in arguments.students.values():
-            student_config(config, **{name: value for name, value in fields.items() if name != "init"})
+            planned(config, fields)
     claim(folder, settings, arguments.overwrite, "*.json")
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in tasks}
     figures: dict[str, Any] = {}

@@ -4,16 +4,14 @@ Most of their layers see a window only.
 
     python recipes/upcycling_report.py recipes/configs/upcycle/report_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
 
-Judges a teacher; in `windowed` the teacher itself with windows in all layers that `choose_layers` does not keep (by
-its attention masks, the first token in sight); and in `students` checkpoints, or what `upcycle()` makes of it. Nothing
-is trained. Recall is that of lm-eval's recall tasks, at several windows, with Wilson's intervals; loss is that of
-`files` between `edges`; with `written_tokens` students also write, and the teacher scores it. Writes results.json to
-`output_dir`, and to `results`. A report that was stopped goes on with what it lacks.
+Judges a teacher, and in `students` checkpoints, or what `upcycle()` makes of it. Nothing is trained. Recall is that of
+lm-eval's recall tasks, at several windows, with Wilson's intervals; loss is that of `files` between `edges`; with
+`written_tokens` students also write, and the teacher scores it. Writes results.json to `output_dir`, and to `results`.
+A report that was stopped goes on with what it lacks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from _lib.sweeps import check_claim, claim, once
 from _lib.training import say, write_figures
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from upcycle import planned, student_settings
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.evaluation import (
@@ -39,8 +38,10 @@ from hf_hybrid_ssm.evaluation import (
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.upcycle import TEACHERS, choose_layers, load_teacher, student_config, upcycle, windowed_layers
-from hf_hybrid_ssm.upcycle.layer_ranking import number_kept
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.upcycle import Keep, Teacher, choose_layers, load_teacher, upcycle
+from hf_hybrid_ssm.upcycle.loading import open_teacher
+from hf_hybrid_ssm.upcycle.student import config_of
 
 TEACHER = "teacher"
 
@@ -50,17 +51,13 @@ class ReportArguments:
     """Whom to judge, and by what."""
 
     teacher: str = field(metadata={"help": "a checkpoint: folder, Hub name or .gguf file"})
-    windowed: dict[str, dict[str, Any]] = field(
-        default_factory=dict, metadata={"help": "name: keep and keep_by of choose_layers; the teacher is masked so"}
-    )
     students: dict[str, str | dict[str, Any]] = field(
         default_factory=dict,
-        metadata={"help": "name: a checkpoint, a delta of this teacher, or the arguments of upcycle()"},
+        metadata={
+            "help": "name: a checkpoint, a delta of this teacher, or keep, keep_by, window and more of upcycle()"
+        },
     )
-    window: int = field(
-        default=256,
-        metadata={"help": "tokens that a windowed layer sees before its own; students say sliding_window where not"},
-    )
+    window: int = field(default=256, metadata={"help": "tokens that a token of students sees before its own"})
     tasks: list[str] = field(default_factory=lambda: ["recall_needle"], metadata={"help": ", ".join(RECALL_TASKS)})
     multiples: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "lengths of texts, in windows"})
     samples: int = field(default=60, metadata={"help": "texts of each length and task"})
@@ -85,14 +82,8 @@ class ReportArguments:
             raise ValueError(f"tasks: {unknown} are not among {', '.join(RECALL_TASKS)}.")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'.")
-        names = [TEACHER, *self.windowed, *self.students]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{twice} name more than one of teacher, windowed and students.")
-        for name, given in self.windowed.items():
-            if "keep" not in given or set(given) - {"keep", "keep_by"}:
-                raise ValueError(f"windowed: {name!r} has {sorted(given)}; it must have keep, and may have keep_by.")
-            if given.get("keep_by") == "group_recall":
-                raise ValueError(f"windowed: {name!r} masks whole layers, not key/value groups: make it a student.")
+        if TEACHER in self.students:
+            raise ValueError(f"students: {TEACHER!r} is the name of the model they are made of.")
         for name, student in self.students.items():
             if isinstance(student, str):
                 check_checkpoint(student, f"students: {name!r}", AutoModelForCausalLM)
@@ -105,14 +96,12 @@ class Judge:
         texts: token ids (1, L) for loss by position.
     """
 
-    def __init__(
-        self, arguments: ReportArguments, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list
-    ):
-        self.arguments, self.teacher, self.tokenizer, self.texts = arguments, teacher, tokenizer, texts
+    def __init__(self, arguments: ReportArguments, teacher: Teacher, texts: list[torch.Tensor]):
+        self.arguments, self.teacher, self.texts = arguments, teacher, texts
         self.folder = Path(arguments.output_dir)
 
-    def judge(self, name: str, model: Callable[[], Any], has_cache: bool) -> dict[str, Any]:
-        """`model` makes a context in which the model is what is judged; it is entered for what is lacking."""
+    def judge(self, name: str, model: Callable[[], Any]) -> dict[str, Any]:
+        """`model` makes what is judged; it is called for what is lacking."""
         found: dict[str, Any] = {"recall": {}}
         for task in self.arguments.tasks:
             for multiple in self.arguments.multiples:
@@ -120,12 +109,11 @@ class Judge:
                 found["recall"].setdefault(task, {})[f"{multiple}x"] = each
                 say(f"{name}: {task} at {multiple} windows: {each['right']} of {each['count']}, {each['interval']}")
         if self.texts:
-            found["loss"] = once(self._file(name, "loss"), partial(self._loss, model, has_cache))
+            found["loss"] = once(self._file(name, "loss"), partial(self._loss, model))
             say(f"{name}: loss {found['loss']['mean']}")
-        if has_cache:
-            found["cache_bytes"] = once(self._file(name, "cache"), partial(self._cache, model))
-            if self.texts and self.arguments.written_tokens:
-                found["written"] = once(self._file(name, "written"), partial(self._written, model))
+        found["cache_bytes"] = once(self._file(name, "cache"), partial(self._cache, model))
+        if self.texts and self.arguments.written_tokens:
+            found["written"] = once(self._file(name, "written"), partial(self._written, model))
         return found
 
     def _file(self, name: str, what: str) -> Path:
@@ -138,36 +126,30 @@ class Judge:
         metadata = {"window": given.window, "multiples": [multiple], "samples": given.samples, "seed": given.seed}
         if given.text_file is not None:
             metadata["text_file"] = given.text_file
-        with model() as judged:
-            length = multiple * given.window
-            harness = HFLM(pretrained=judged, tokenizer=self.tokenizer, batch_size=1, max_length=length)
-            templated = bool(getattr(self.tokenizer, "chat_template", None))
-            options = {"metadata": metadata, "bootstrap_iters": 0, "apply_chat_template": templated}
-            found = evaluate(harness, [task], batch_size=1, **options)["results"][task]
+        tokenizer, length = self.teacher.tokenizer, multiple * given.window
+        harness = HFLM(pretrained=model(), tokenizer=tokenizer, batch_size=1, max_length=length)
+        templated = bool(getattr(tokenizer, "chat_template", None))
+        options = {"metadata": metadata, "bootstrap_iters": 0, "apply_chat_template": templated}
+        found = evaluate(harness, [task], batch_size=1, **options)["results"][task]
         right, count = round(found["acc,none"] * found["sample_len"]), found["sample_len"]
         return {"right": right, "count": count, "interval": [round(end, 3) for end in wilson_interval(right, count)]}
 
-    def _loss(self, model: Callable[[], Any], has_cache: bool) -> dict[str, Any]:
-        with model() as judged:
-            piece = 512 if has_cache else max(text.shape[1] for text in self.texts)
-            read = partial(loss_by_position, judged, piece=piece)
-            each = [mean_by_position(read(text), self.arguments.edges) for text in self.texts]
+    def _loss(self, model: Callable[[], Any]) -> dict[str, Any]:
+        read = partial(loss_by_position, model(), piece=512)
+        each = [mean_by_position(read(text), self.arguments.edges) for text in self.texts]
         return {"mean": {part: sum(text[part] for text in each) / len(each) for part in each[0]}, "by_text": each}
 
     def _cache(self, model: Callable[[], Any]) -> dict[str, int]:
-        with model() as judged:
-            config = judged.config
-        if config.model_type in TEACHERS:  # as large as that of a student that keeps all of its layers
-            config = student_config(config, keep=1.0)
+        config = model().config
+        if not isinstance(config, HybridStudentConfig):  # as large as that of a student that keeps all
+            config = config_of(config, Keep(1.0))
         setups = {length: Setup(batch=1, length=length, dtype="bfloat16") for length in self.arguments.cache_lengths}
         return {f"{length}": plan(config, setup).state for length, setup in setups.items()}
 
     def _written(self, model: Callable[[], Any]) -> dict[str, Any]:
         prompts = torch.cat([text[:, :64] for text in self.texts])
-        with model() as judged:
-            losses = teacher_scored_generation(
-                judged, self.teacher, prompts, self.arguments.written_tokens, self.arguments.seed
-            )
+        tokens, seed = self.arguments.written_tokens, self.arguments.seed
+        losses = teacher_scored_generation(model(), self.teacher.model, prompts, tokens, seed)
         return {"loss_by_teacher": float(losses.mean()), "tokens": losses.numel()}
 
 
@@ -190,70 +172,53 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
     folder = Path(arguments.output_dir)
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     check_claim(folder, settings, arguments.overwrite)
-    teacher, tokenizer = load_teacher(arguments.teacher, dtype=getattr(torch, arguments.dtype))
-    judge = Judge(arguments, teacher, tokenizer, texts_of(arguments, tokenizer))
+    files = open_teacher(arguments.teacher)
+    for given in arguments.students.values():
+        if not isinstance(given, str):
+            planned(files.config, given, arguments.window)
+    teacher = load_teacher(files, dtype=getattr(torch, arguments.dtype))
+    judge = Judge(arguments, teacher, texts_of(arguments, teacher.tokenizer))
     claim(folder, settings, arguments.overwrite, "*.json")
-    found: dict[str, Any] = {TEACHER: judge.judge(TEACHER, lambda: nullcontext(teacher), True)}
-    layers = range(teacher.config.num_hidden_layers)
-    for name, given in arguments.windowed.items():
-        kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, given, arguments))
-        say(f"{name}: {kept['text']}")
-        others = [layer for layer in layers if layer not in kept["layers"]]
-        model = partial(_masked, teacher, others, arguments.window)
-        found[name] = {"layers": kept["layers"], **judge.judge(name, model, False)}
+    found: dict[str, Any] = {TEACHER: judge.judge(TEACHER, lambda: teacher.model)}
     for name, student in arguments.students.items():
-        found[name] = {}
-        if not isinstance(student, str) and isinstance(student.get("keep"), int | float):  # chosen once for all judges
-            kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, student, arguments))
-            say(f"{name}: {kept['text']}")
-            found[name]["layers"] = kept["layers"]
-            student = {key: value for key, value in student.items() if key != "keep_by"} | {"keep": kept["layers"]}
-        found[name] |= judge.judge(name, partial(_student, arguments, teacher, tokenizer, student), True)
+        if isinstance(student, str):
+            found[name] = judge.judge(name, partial(_loaded, arguments, student))
+            continue
+        keep, options = student_settings(student, arguments.window)
+        kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, keep, folder))
+        say(f"{name}: {kept['text']}")
+        chosen = replace(keep, parts=kept["layers"], by=None)
+        found[name] = {"layers": kept["layers"], **judge.judge(name, partial(_made, teacher, chosen, options))}
     figures = {"settings": settings, "models": found}
     write_figures(figures, folder, arguments.results)
     return figures
 
 
-def _chosen(teacher: Any, tokenizer: Any, given: dict[str, Any], arguments: ReportArguments) -> dict[str, Any]:
+def _chosen(teacher: Teacher, keep: Keep, folder: Path) -> dict[str, Any]:
     """The layers that are kept. A ranking does not depend on how many they are, so it lies in the folder."""
-    keep, by = given["keep"], given.get("keep_by")
 
     def choose() -> dict[str, Any]:
-        options = {"tokenizer": tokenizer, "window": arguments.window, "seed": arguments.seed}
-        choice = choose_layers(teacher, keep, by, **options)
+        choice = choose_layers(teacher, keep)
         ranking = None if choice.ranking is None else choice.ranking.layers
         return {"layers": choice.layers, "text": str(choice), "ranking": ranking}
 
-    if not isinstance(keep, int | float) or keep == 0 or by == "even":
+    parts = keep.parts_of(teacher.config)
+    if not isinstance(keep.parts, int | float) or not parts or keep.by == "even":
         return choose()
-    found = once(Path(arguments.output_dir) / f"ranking-by-{by or 'default'}.json", choose)
+    found = once(folder / f"ranking-by-{keep.by or 'default'}-{keep.window}.json", choose)
     if found["ranking"] is None:  # the teacher does not recall, or all is kept
         return choose()
-    layers = sorted(found["ranking"][: number_kept(keep, len(found["ranking"]))])
-    return {"layers": layers, "text": found["text"] if layers == found["layers"] else f"kept ({by}): {layers}"}
+    layers = sorted(found["ranking"][: len(parts)])
+    return {"layers": layers, "text": found["text"] if layers == found["layers"] else f"kept ({keep.by}): {layers}"}
 
 
-@contextmanager
-def _masked(teacher: Any, layers: list[int], window: int) -> Iterator[Any]:
-    with windowed_layers(teacher, layers, window):
-        yield teacher
+def _loaded(arguments: ReportArguments, folder: str) -> Any:
+    of_delta = {"teacher": arguments.teacher} if is_delta(folder) else {}
+    return load_whole(AutoModelForCausalLM, folder, dtype=getattr(torch, arguments.dtype), **of_delta).eval()
 
 
-@contextmanager
-def _student(arguments: ReportArguments, teacher: Any, tokenizer: Any, given: Any) -> Iterator[Any]:
-    """Made when it is needed, and let go."""
-    if isinstance(given, str):
-        of_delta = {"teacher": arguments.teacher} if is_delta(given) else {}
-        dtype = getattr(torch, arguments.dtype)
-        yield load_whole(AutoModelForCausalLM, given, dtype=dtype, **of_delta).eval()
-    else:
-        keep = given.get("keep")
-        of_groups = isinstance(keep, list) and any(not isinstance(part, int) for part in keep)
-        windows = of_groups or "others_as" in given or given.get("family") == "bst"
-        student, _ = upcycle(
-            teacher, tokenizer=tokenizer, **({"sliding_window": arguments.window} if windows else {}) | given
-        )
-        yield student.eval()
+def _made(teacher: Teacher, keep: Keep, options: dict[str, Any]) -> Any:
+    return upcycle(teacher, keep, **options)[0].eval()
 
 
 if __name__ == "__main__":

@@ -7,15 +7,9 @@ from _lib.teacher_states import TeacherStates
 from _lib.training import LanguageTrainer
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_hybrid_ssm.upcycle import (
-    alignment_losses,
-    beyond_window,
-    distillation_loss,
-    fused_distillation_loss,
-    has_plain_head,
-)
+from hf_hybrid_ssm.upcycle import Teacher, alignment_losses, distillation_loss, fused_distillation_loss
+from hf_hybrid_ssm.upcycle.objectives import beyond_window, has_plain_head
 
 
 @dataclass(frozen=True)
@@ -25,13 +19,13 @@ class Stage:
     Attributes:
         name: align, distil or finetune.
         temperature: of the distributions, in distil.
-        window: beside which something new remembers; None where there is none.
+        window: of the student, if it has one.
         within: the weight of tokens that the window still shows, in align and distil.
         states: where the teacher's last hidden states are kept, for distil; the rows then have a column `row`.
     """
 
     name: str
-    teacher: PreTrainedModel
+    teacher: Teacher
     temperature: float = 1.0
     window: int | None = None
     within: float = 1.0
@@ -62,28 +56,28 @@ class StageTrainer(LanguageTrainer):
             weights = beyond_window(self.stage.window, self.stage.within, **given)
         if self.stage.name == "align":
             student = self.accelerator.unwrap_model(model)
-            losses = alignment_losses(student, self.stage.teacher, token_weights=weights, **given)
+            losses = alignment_losses(student, self.stage.teacher.model, token_weights=weights, **given)
             return torch.stack(list(losses.values())).mean()
         return self._distillation(model, self._teacher_states(given, row), weights, given)
 
     def _teacher_states(self, given: dict[str, Any], row: torch.Tensor | None) -> torch.Tensor:
         """The teacher's last hidden states (B, L, d), kept or computed."""
-        teacher: Any = self.stage.teacher
+        base = self.stage.teacher.model.base_model
 
         def compute() -> torch.Tensor:
             with torch.no_grad():
-                return teacher.get_decoder()(**given, use_cache=False).last_hidden_state
+                return base(**given, use_cache=False).last_hidden_state
 
         return compute() if self.stage.states is None or row is None else self.stage.states.of(row, compute)
 
     def _distillation(self, model: Any, states: torch.Tensor, weights: Any, given: dict[str, Any]) -> torch.Tensor:
         """Without whole logits where both heads are plain matrices."""
-        student: Any = self.accelerator.unwrap_model(model)
+        teacher, student = self.stage.teacher, self.accelerator.unwrap_model(model)
         student = student.get_base_model() if hasattr(student, "get_base_model") else student
-        head: Any = self.stage.teacher.get_output_embeddings()
-        if has_plain_head(student) and has_plain_head(self.stage.teacher):
+        if has_plain_head(student) and has_plain_head(teacher.model):
+            head = teacher.model.get_output_embeddings().weight
             options = {"forward": model, "token_weights": weights, "temperature": self.stage.temperature}
-            return fused_distillation_loss(student, states, head.weight, **options, **given)
+            return fused_distillation_loss(student, states, head, **options, **given)
         with torch.no_grad():
-            wanted = head(states.to(head.weight))
+            wanted = teacher.logits(states.to(teacher.model.device, teacher.model.dtype))
         return distillation_loss(model(**given).logits, wanted, self.stage.temperature, weights)

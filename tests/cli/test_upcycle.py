@@ -9,13 +9,14 @@ import sys
 import pytest
 import torch
 from _lib.standard_text import standard_documents
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import check_contents
 from hf_hybrid_ssm.hub.tables import tables_of
-from hf_hybrid_ssm.upcycle import load_teacher_model, loading, upcycle
-from tests.upcycle.teacher_files import save_teacher, write_gguf
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, loading, upcycle
+from tests.students.teachers import MIXED, SIZES, TEACHERS
+from tests.upcycle.teacher_files import save_teacher, tokenizer_of_tests, write_gguf
 
 WINDOW = 300  # a text with a number to find takes most of it, in the few tokens that this tokenizer has
 SHORT = {"max_position_embeddings": 1500}  # of 1 and 4 windows, not of 8
@@ -25,27 +26,43 @@ SHORT = {"max_position_embeddings": 1500}  # of 1 and 4 windows, not of 8
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("upcycle")
     save_teacher(folder / "teacher", **SHORT)
+    write_text(folder)
+    return folder
+
+
+def write_text(folder):
     (folder / "text.txt").write_text("\n".join(standard_documents(most=8)[0]["text"])[:12000], encoding="utf-8")
+
+
+def save_any(folder, model_type, **fields):
+    """A random decoder of a model type, with a tokenizer."""
+    tokenizer = tokenizer_of_tests()
+    end = tokenizer.eos_token_id
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES | tokens | SHORT | TEACHERS.get(model_type, {}) | fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def run(made, out, *options, teacher="teacher"):
-    return main(["upcycle", str(made / teacher), str(out), "--window", str(WINDOW), "--device", "cpu", *options])
+    """With a text, so that the teacher need not write one to test the sinks."""
+    command = ["upcycle", str(made / teacher), str(out), "--window", str(WINDOW), "--device", "cpu"]
+    return main([*command, "--text", str(made / "text.txt"), *options])
 
 
 def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     out = tmp_path / "out"
-    assert run(made, out, "--keep", "1,2", "--text", str(made / "text.txt"), "--needles", "2") == 0
+    assert run(made, out, "--keep", "1,2", "--needles", "2") == 0
     shown = capsys.readouterr()
-    assert "of the teacher's tensors carry over" in shown.err
-    assert check_contents(out)["code"] > 0
-    teacher = load_teacher_model(made / "teacher")
-    fields = {"others_as": "sliding_attention", "sliding_window": WINDOW + 1}
-    tokenizer = AutoTokenizer.from_pretrained(made / "teacher")
-    wanted, _ = upcycle(teacher, [1, 2], "full_attention", tokenizer=tokenizer, **fields)
+    assert "tensors are the teacher's, 4 of the student's are new" in shown.err  # keys and values of two sinks
+    assert re.search(r"Constant sinks hold \(.* over 512 tokens\)", shown.err)
+    wanted, _ = upcycle(load_teacher(made / "teacher"), Keep([1, 2], window=WINDOW))
     found = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0, atol=0)
-    assert found.config.block_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert [layer.attention for layer in found.config.plan.layers] == ["window", "full", "full", "window"]
+    assert found.config.student == wanted.config.student and found.config.plan.layers[0].window == WINDOW
     assert AutoTokenizer.from_pretrained(out, config=found.config).chat_template
     cache, loss, needles = tables_of(json.loads((out / "results.json").read_text()))
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(16.1, abs=0.2)]
@@ -63,7 +80,7 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
 def test_the_caches_are_counted_in_the_dtype_of_the_student(made, tmp_path):
     """The teacher's too, or the two rows could not be compared."""
     assert run(made, tmp_path / "out", "--keep", "1,2", "--needles", "0", "--dtype", "bfloat16") == 0
-    (cache,) = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    cache, _ = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
     assert "MiB, in bfloat16, by" in cache.title
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [16.0, pytest.approx(8.05, abs=0.1)]
 
@@ -75,16 +92,12 @@ def test_single_groups(made, tmp_path, capsys):
         assert run(made, folder, "--keep", "1:1,2:0", "--needles", "1", *options) == 0
     assert "kept (list): 1:1, 2:0" in capsys.readouterr().out
     found = AutoModelForCausalLM.from_pretrained(out)
-    assert found.config.full_attention_groups == [[], [1], [0], []]
-    tokenizer = AutoTokenizer.from_pretrained(made / "teacher")
-    wanted, _ = upcycle(
-        load_teacher_model(made / "teacher"), [(1, 1), (2, 0)], tokenizer=tokenizer, sliding_window=WINDOW + 1
-    )
+    assert [layer.groups for layer in found.config.plan.layers] == [(), (1,), (0,), ()]
+    wanted, _ = upcycle(load_teacher(made / "teacher"), Keep([(1, 1), (2, 0)], window=WINDOW))
     for student in (found, AutoModelForCausalLM.from_pretrained(delta, teacher=made / "teacher")):
         torch.testing.assert_close(student.state_dict(), wanted.state_dict(), rtol=0, atol=0)
     cache, *_ = tables_of(json.loads((out / "results.json").read_text()))
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(8.1, abs=0.2)]
-    assert "full attention in some heads" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("source", ["teacher", "teacher.gguf"])
@@ -92,24 +105,23 @@ def test_a_delta(source, made, tmp_path):
     if source.endswith("gguf"):
         write_gguf(made / source, keys={"llama.context_length": 1500})
     out = tmp_path / "out"
-    options = ["--family", "bst", "--memory", "--delta", "--needles", "0"]
-    assert run(made, out, *options, teacher=source) == 0
+    options = ["--keep", "0", "--memory", "context", "--needles", "0"]
+    assert run(made, out, *options, "--delta", teacher=source) == 0
     assert not list(out.glob("model*.safetensors")) and check_contents(out)["files"] == 1
     found = AutoModelForCausalLM.from_pretrained(out, teacher=made / source)
-    assert found.config.sliding_window == WINDOW and found.config.block_types.count("bst") == 1
+    assert {(layer.window, layer.memory) for layer in found.config.plan.layers} == {(WINDOW, "context")}
     assert f"`{source}`" in (out / "README.md").read_text()
     whole = tmp_path / "whole"
-    assert run(made, whole, *options[:3], *options[4:], teacher=source) == 0
-    other = AutoModelForCausalLM.from_pretrained(whole)
-    carried = json.loads((out / "delta.json").read_text())["carried"]
-    assert carried and all(torch.equal(found.state_dict()[name], other.state_dict()[name]) for name in carried)
+    assert run(made, whole, *options, teacher=source) == 0
+    own = load_teacher(made / source).model.state_dict()
+    theirs, ours = (model.state_dict() for model in (AutoModelForCausalLM.from_pretrained(whole), found))
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], own[name]) for name in own)
 
 
 @pytest.mark.parametrize(
-    "options", [["--keep", "0"], ["--family", "bst"], ["--family", "bst", "--memory"]], ids=" ".join
+    "options", [["--keep", "0"], ["--keep", "0", "--memory"], ["--keep", "1:1", "--memory"]], ids=" ".join
 )
-def test_needles_of_a_student_whose_positions_have_no_end(options, made, tmp_path):
-    """Without full attention a configuration may have no greatest position: the teacher's limit decides."""
+def test_needles_of_windows_with_a_memory_and_without(options, made, tmp_path):
     assert run(made, tmp_path / "out", *options, "--needles", "1") == 0
     *_, needles = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
     assert needles.columns == ["model", "300", "1,200"] and len(needles.rows) == 2
@@ -127,7 +139,7 @@ def test_training_by_the_recipe(made, tmp_path, capsys):
     results = json.loads((out / "results.json").read_text())
     assert results["steps"] == 2 and results["tables"] and results["kept_attention_layers"] == [2]
     student = AutoModelForCausalLM.from_pretrained(out, teacher=made / "teacher")
-    assert student.config.block_types.count("hybrid_sliding") == 3 and student.config.sliding_window == 17
+    assert [(layer.window, layer.memory) for layer in student.config.plan.layers].count((16, "longhorn")) == 3
     card = (out / "README.md").read_text()
     assert "loss after align" in card and "Nothing was trained" not in card and "'rows'" not in card
     with pytest.raises(SystemExit, match="sequence_length=20 must be at least 32"):
@@ -153,21 +165,20 @@ def without_weights(monkeypatch):
     monkeypatch.setattr(loading.TeacherFiles, "load_model", read)
 
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 65}
 EARLY = [
     ("teacher", ["--window", "1500"], "--window 1500: .* reads at most 1,500 tokens, and such a window leaves none"),
     ("teacher", ["--window", "10"], r"--window 10: no text of 1, 4 or 8 windows .* or --needles 0\."),
     ("teacher", ["--keep", "9"], "keep=9 must be a count between 0 and 4"),
-    ("teacher", ["--keep", "1,9"], r"names \[9\], but the teacher's layers are 0 to 3"),
-    ("teacher", ["--keep", "1:2"], r"names \[\(1, 2\)\]"),
+    ("teacher", ["--keep", "1,9"], "names 9, but the teacher sees all tokens in the layers 0, 1, 2, 3"),
+    ("teacher", ["--keep", "1:2"], "names 1:2"),
     ("teacher", ["--keep", "9", "--keep-by", "group_recall"], "keep=9 must be a count between 0 and 8"),
     ("teacher", ["--text", "short.txt"], "tokens, and at least 1200 are needed"),
     ("no tokenizer", [], "has no tokenizer"),
-    ("sliding", ["--window", "65"], "--window 65: .* see 64 tokens before their own, .* Give --window 64 or less"),
-    ("sliding", ["--window", "65", "--family", "bst"], "Give --window 64 or less"),
-    ("sliding", ["--window", "64"], "--keep: layer 2 of .* would not if it is kept: give --keep 0"),
-    ("half sliding", ["--window", "64", "--keep", "1,2"], "--keep: layer 2 of .*: name some of 0, 1"),
-    ("dynamic", [], "rope_type='dynamic' of the teacher cannot be carried over"),
+    ("mixed", ["--keep", "0,1"], "names 0, but the teacher sees all tokens in the layers 1, 3"),
+    ("sliding", ["--keep", "0"], "no layer of the teacher .* sees all tokens: its cache does not grow"),
+    ("dynamic", [], "rope_type='dynamic' turns keys by the length of the text"),
+    ("gpt2", [], "model_type='gpt2' cannot be a teacher: its positions are not rotary.* Take another decoder"),
+    ("fused", ["--memory"], "stands beside attention of k_proj, o_proj, q_proj, v_proj"),
 ]
 
 
@@ -175,8 +186,10 @@ EARLY = [
 def teachers(made):
     (made / "short.txt").write_text("one two three")
     shutil.copytree(made / "teacher", made / "no tokenizer", ignore=shutil.ignore_patterns("token*", "chat*"))
-    save_teacher(made / "sliding", "qwen2", max_window_layers=0, **SLIDING, **SHORT)
-    save_teacher(made / "half sliding", "qwen2", max_window_layers=2, **SLIDING, **SHORT)
+    save_any(made / "mixed", "gemma3_text")
+    save_any(made / "sliding", "mistral", sliding_window=65)
+    save_any(made / "fused", "phi3")
+    save_any(made / "gpt2", "gpt2")
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     save_teacher(made / "dynamic", rope_parameters=dynamic, **SHORT)
     return made
@@ -191,15 +204,31 @@ def test_what_cannot_be_is_refused_before_weights_are_read(name, options, messag
     assert re.search(message, said) and said.startswith("hf-hybrid-ssm upcycle: ") and not (tmp_path / "out").exists()
 
 
-def test_a_sliding_teacher_keeps_its_windows_or_gets_narrower_ones(teachers, tmp_path):
-    for name, window, keep in (("sliding", "64", "0"), ("half sliding", "40", "0,1")):
-        out = tmp_path / name
-        command = ["upcycle", str(teachers / name), str(out), "--window", window, "--device", "cpu", "--needles", "0"]
-        assert main([*command, "--keep", keep]) == 0
-        config = AutoModelForCausalLM.from_pretrained(out).config
-        assert config.sliding_window == int(window) + 1
-        kept = 0 if keep == "0" else 2
-        assert config.block_types == ["full_attention"] * kept + ["sliding_attention"] * (4 - kept)
+def test_windows_of_the_teacher_stay_as_they_are(teachers, tmp_path):
+    """They are narrower than --window, which is for the layers that see all tokens."""
+    assert run(teachers, tmp_path / "out", "--keep", "[3]", "--needles", "1", teacher="mixed") == 0
+    layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.plan.layers
+    reach = MIXED["sliding_window"] - 1
+    assert [(layer.attention, layer.window) for layer in layers[:2]] == [("window", reach), ("window", WINDOW)]
+    assert layers[2] == layers[0] and layers[3].attention == "full"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "smollm3", "granite", "mixtral"])
+def test_any_decoder_can_be_the_teacher(model_type, tmp_path, capsys):
+    """The student is of its class, and within the window its function."""
+    write_text(tmp_path)
+    save_any(tmp_path / "teacher", model_type)
+    assert run(tmp_path, tmp_path / "out", "--keep", "1", "--keep-by", "even", "--needles", "1", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["folder"] == str(tmp_path / "out") and said["teacher"] == "teacher"
+    assert [layer["attention"] for layer in said["student"]["layers"]] == ["window", "window", "full", "window"]
+    cache, _, needles = tables_of(said)
+    assert needles.columns == ["model", "300", "1,200"] and len(cache.rows) == 2
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("teacher", "out")]
+    assert isinstance(models[1], type(models[0]))
+    ids = torch.randint(3, 200, (1, WINDOW), generator=torch.Generator().manual_seed(0))
+    teacher, student = (model(ids).logits for model in models)
+    torch.testing.assert_close(student[:, :100], teacher[:, :100], rtol=1e-4, atol=1e-4)
 
 
 UNREAD = {
@@ -207,7 +236,6 @@ UNREAD = {
     "a part": ({"keys": {"split.count": 2}}, "is part 1 of 2 of a model"),
     "cut off": ({}, "is not a complete GGUF file"),
     "another architecture": ({"architecture": "gpt2"}, "is of the architecture 'gpt2'"),
-    "a bias": ({"tensors": {"blk.0.ffn_up.bias": torch.zeros(48)}}, "mlp_bias=True of the teacher cannot be carried"),
 }
 
 
@@ -237,14 +265,12 @@ def test_nothing_is_replaced_unasked(made, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--family", "bst", "--keep", "2"], "--keep and --keep-by are for a longhorn"),
+        (["--memory", "elephant"], "invalid choice: 'elephant'"),
         (["--keep", "many"], "many is no count"),
         (
             ["--keep", "1:1,2"],
             "1:1,2 is no count (6), share (0.2), list of layers (7,8,14) or of key/value groups (7:1",
         ),
-        (["--keep", "1:1", "--memory"], "--memory stands beside windows of whole layers"),
-        (["--keep-by", "group_recall", "--memory"], "--memory stands beside windows of whole layers"),
         (["--needles", "-1"], "--needles -1 must not be negative"),
         (["--train", "quickly"], "--train quickly: key=value was expected"),
         (["--dtype", "bfloat16", "--train", "a=b"], "--dtype is for a student that is not trained"),
@@ -265,7 +291,7 @@ def test_wrong_input_is_one_line(made, tmp_path, capsys):
         (["--keep", "9"], "9"),
         (
             ["--keep", "1:2"],
-            "names [(1, 2)], but the teacher's layers are 0 to 3, each with the key/value groups 0 to 1",
+            "names 1:2, but the teacher sees all tokens in the layers 0, 1, 2, 3, each with the key/value groups 0 to",
         ),
         (["--keep", "1", "--keep-by", "recall"], "recalls"),
     ):

@@ -19,7 +19,7 @@ TASKS = {
         "teacher": {"train_sampling_strategy": "sequential"},
     },
 }  # fmt: skip
-STUDENTS = {"none": {"keep": 0.0, "state_size": 4}, "all": {"keep": 1.0}}
+STUDENTS = {"none": {"keep": 0.0, "memory": "longhorn", "instead": True, "state_size": 4}, "all": {"keep": 1.0}}
 
 
 def settings(folder, **over):

@@ -1,13 +1,14 @@
-"""Turn a pretrained transformer into a hybrid, without training or with it, and measure what became of it.
+"""Give a pretrained transformer a cache that stops growing, trained or not, and measure what became of it.
 
-TEACHER is a folder, a name on the Hub or a GGUF file. A few layers keep full attention, chosen by what recall needs;
-the others see a window. With --memory something new stands beside the windows, closed until it is trained: Longhorn
-mixers or, in a BST, context states. OUT becomes an ordinary folder, or with --delta what the student has beyond its
-teacher; its card shows what was measured. Settings after --train are those of the recipe `upcycle`.
+TEACHER is a folder, a name on the Hub or a GGUF file, of a decoder with rotary positions. A few of the layers that see
+all tokens stay as they are, chosen by what recall needs; the others see a window. With --memory a state-space layer
+stands beside each window, closed until it is trained: Longhorn mixers, or context states. OUT becomes an ordinary
+folder, or with --delta what the student has beyond its teacher; its card shows what was measured. Settings after
+--train are those of the recipe `upcycle`.
 
 Examples:
     hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 6
-    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 9 --keep-by group_recall
+    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 12 --keep-by group_recall
     hf-hybrid-ssm upcycle TEACHER OUT --keep 0 --memory --text book.txt
     hf-hybrid-ssm upcycle TEACHER OUT --memory --train train_files="[text.jsonl]" distil.max_steps=500
 """
@@ -16,15 +17,16 @@ import argparse
 import json
 import re
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.next_command import next_command, talking
-from hf_hybrid_ssm.cli.parsing import add_device, check_writable, parser_of, value_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_json, check_writable, parser_of, value_of
 from hf_hybrid_ssm.cli.progress import progress
 
 KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
-FAMILIES = ("longhorn", "bst")
+MEMORIES = ("longhorn", "context")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -32,6 +34,15 @@ def main(arguments: list[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(arguments)
     _check(parser, args)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        results = _run(parser, args)
+    if args.json:
+        print(json.dumps(results))
+    return 0
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Make the student and measure it; what is printed as JSON."""
     check_writable(args.out, is_folder=True)
     if args.out.is_dir() and any(args.out.iterdir()) and not args.overwrite:
         raise FileExistsError(f"{str(args.out)!r} is not empty: name another folder, or give --overwrite.")
@@ -41,76 +52,42 @@ def main(arguments: list[str]) -> int:
 
     refuse_early(args.teacher)
 
-    import torch
     from transformers import logging
 
     from hf_hybrid_ssm.cli.loading import defect_of_device
-    from hf_hybrid_ssm.upcycle import choose_layers, load_teacher_model, student_config
-    from hf_hybrid_ssm.upcycle.loading import config_to_upcycle, open_teacher
+    from hf_hybrid_ssm.hub.configurations import without_memory
+    from hf_hybrid_ssm.students import HybridStudentForCausalLM
+    from hf_hybrid_ssm.upcycle import Keep
+    from hf_hybrid_ssm.upcycle.loading import open_teacher
+    from hf_hybrid_ssm.upcycle.student import config_of
 
     if reason := defect_of_device(args.device):
         parser.error(f"argument --device: {args.device!r} {reason}")
     logging.disable_progress_bar()
     files = open_teacher(args.teacher)
-    config = config_to_upcycle(files)
-    options = _options(args, config)
-    student_config(config, **options)  # refuses what no student can have
-    tokenizer = files.load_tokenizer()
-    ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    if ids is not None and ids.shape[1] < 4 * args.window:
-        raise ValueError(f"{args.text} has {ids.shape[1]} tokens, and at least {4 * args.window} are needed.")
-    prompts = _needles(args, config, tokenizer)
-    _say(f"reading {args.teacher}")
-    teacher = load_teacher_model(files)
-    teacher.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.family == "longhorn":
-        choice = choose_layers(teacher, args.keep, args.keep_by, tokenizer, window=args.window, progress=_progress)
-        print(choice)
-        options["keep"] = choice.layers
-    if args.train is None:
-        student = _made(args, options, teacher, tokenizer)
-    else:
-        student = _trained(args, options)
-    _measure(args, student, teacher, ids, prompts)
-    _say(next_command(*talking(args.out, tokenizer, args.teacher if args.delta else None)))
-    return 0
-
-
-def _options(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """The arguments of `upcycle`, with as many layers to keep as will be chosen.
-
-    Raises:
-        ValueError: there are none such, or windows that leave nothing out, or that are wider than the teacher's own.
-    """
-    from hf_hybrid_ssm.upcycle.choice import parts_to_keep
-    from hf_hybrid_ssm.upcycle.teachers import attention_types
-
-    if args.window >= (most := config.max_position_embeddings):
+    keep = Keep(args.keep, args.keep_by, args.window)
+    planned = config_of(files.config, keep, memory=args.memory)  # refuses what no student can have,
+    without_memory(lambda: HybridStudentForCausalLM(planned))  # and its model what cannot be built
+    if args.window >= (most := files.config.max_position_embeddings):
         raise ValueError(
             f"--window {args.window}: {args.teacher} reads at most {most:,} tokens, and such a window leaves none of "
             "them out. Give a shorter one."
         )
-    kinds = attention_types(config)
-    if "sliding_attention" in kinds and args.window >= config.sliding_window:
-        raise ValueError(
-            f"--window {args.window}: layers of {args.teacher} see {config.sliding_window - 1} tokens before their "
-            f"own, and were trained with no more. Give --window {config.sliding_window - 1} or less."
-        )
-    if args.family == "bst":
-        options: dict[str, Any] = {"family": "bst", "sliding_window": args.window}
-        return options if args.memory else options | {"ssm_layers": []}
-    keep = parts_to_keep(config, args.keep, args.keep_by)
-    layers = [part[0] if isinstance(part, tuple) else part for part in keep]
-    if wrong := [layer for layer in layers if kinds[layer] == "sliding_attention"]:
-        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-        instead = f"name some of {', '.join(map(str, full))}" if full else "give --keep 0"
-        raise ValueError(
-            f"--keep: layer {wrong[0]} of {args.teacher} does not see all tokens itself, and would not if it is kept: "
-            f"{instead}."
-        )
-    others = "hybrid_sliding" if args.memory else "sliding_attention"
-    # a Longhorn's window counts the token itself
-    return {"keep": keep, "keep_as": "full_attention", "others_as": others, "sliding_window": args.window + 1}
+    tokenizer = files.load_tokenizer()
+    ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    if ids is not None and ids.shape[1] < 4 * args.window:
+        raise ValueError(f"{args.text} has {ids.shape[1]} tokens, and at least {4 * args.window} are needed.")
+    prompts = _needles(args, files.config, tokenizer)
+    if args.train is None:
+        teacher = _read(args, files)
+        student = _made(args, teacher, keep, ids)
+    else:
+        student = _trained(args)
+        teacher = _read(args, files)
+    results = _measure(args, student, teacher.model, ids, prompts)
+    _say(f"wrote {args.out}")
+    _say(next_command(*talking(args.out, tokenizer, args.teacher if args.delta else None)))
+    return {"folder": str(args.out), "student": student.config.student, **results}
 
 
 def _needles(args: argparse.Namespace, config: Any, tokenizer: Any) -> Any:
@@ -129,42 +106,52 @@ def _needles(args: argparse.Namespace, config: Any, tokenizer: Any) -> Any:
     return prompts
 
 
-def _made(args: argparse.Namespace, options: dict[str, Any], teacher: Any, tokenizer: Any) -> Any:
+def _read(args: argparse.Namespace, files: Any) -> Any:
+    import torch
+
+    from hf_hybrid_ssm.upcycle import load_teacher
+
+    _say(f"reading {args.teacher}")
+    teacher = load_teacher(files)
+    teacher.model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return teacher
+
+
+def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
     """The student as it starts, in its folder."""
     import torch
 
     from hf_hybrid_ssm.hub.delta_files import remove_weights
-    from hf_hybrid_ssm.upcycle import save_delta, upcycle
+    from hf_hybrid_ssm.upcycle import choose_layers, save_delta, upcycle
+    from hf_hybrid_ssm.upcycle.student import BEYOND
 
-    student, report = upcycle(teacher, tokenizer=tokenizer, **options)
-    _say(
-        f"{len(report.copied)} of the teacher's tensors carry over, {len(report.dropped)} do not; "
-        f"{len(report.new)} of the student's are new"
-    )
+    choice = choose_layers(teacher, keep, _progress)
+    text = None if ids is None else ids[:, : args.window + 2 + BEYOND]
+    student, report = upcycle(teacher, choice, memory=args.memory, text=text)
+    print(choice)
+    if report.sink is not None:
+        _say(report.sink)
+    _say(f"{len(report.copied)} tensors are the teacher's, {len(report.new)} of the student's are new")
     if args.dtype != "auto":
         student.to(getattr(torch, args.dtype))
-    student.eval()
     if args.delta:
-        save_delta(student, args.out, args.teacher, model=teacher, tokenizer=tokenizer, overwrite=True)
+        save_delta(student, args.out, teacher, tokenizer=teacher.tokenizer, overwrite=True)
         return student
     args.out.mkdir(parents=True, exist_ok=True)
     remove_weights(args.out)
-    student.save_pretrained(args.out, export_code=True)
-    tokenizer.save_pretrained(args.out)
+    student.save_pretrained(args.out)
+    teacher.tokenizer.save_pretrained(args.out)
     return student
 
 
-def _trained(args: argparse.Namespace, options: dict[str, Any]) -> Any:
+def _trained(args: argparse.Namespace) -> Any:
     """The student after the recipe's stages."""
     from transformers import AutoModelForCausalLM
 
     from hf_hybrid_ssm.cli.recipe import run_recipe
 
-    chosen = ("keep", "keep_as", "others_as")
-    fields = {name: value for name, value in options.items() if name not in (*chosen, "family")}
-    settings: dict[str, Any] = {name: options[name] for name in chosen if name in options}
-    settings |= {"teacher": args.teacher, "student": args.family, "config": fields, "output_dir": str(args.out)}
-    settings |= {"delta": args.delta, "overwrite": args.overwrite}
+    settings = {name: getattr(args, name) for name in ("teacher", "keep", "keep_by", "window", "memory", "delta")}
+    settings |= {"output_dir": str(args.out), "overwrite": args.overwrite}
     pairs = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     try:
         run_recipe("upcycle", [*pairs, *args.train])
@@ -175,7 +162,7 @@ def _trained(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_pretrained(args.out, **extra).eval()
 
 
-def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, prompts: Any) -> None:
+def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, prompts: Any) -> dict[str, Any]:
     """Tables on the terminal, in results.json and in the card."""
     from hf_hybrid_ssm.hub import card_of_folder
     from hf_hybrid_ssm.hub.reading import read_json
@@ -188,15 +175,15 @@ def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, pro
         tables.append(loss_table(models, ids[:, : 8 * args.window], args.window))
     if prompts:
         tables.append(needle_table(models, prompts, args.window, _progress))
-    print(*tables, sep="\n\n")
     file = args.out / "results.json"
     results: dict[str, Any] = (
         read_json(file) if file.is_file() and args.train is not None else {"teacher": Path(args.teacher).name}
     )
     results["tables"] = [table.as_json() for table in tables]
+    print(*tables, sep="\n\n")
     write_whole(file, json.dumps(results, indent=2) + "\n")
     write_whole(args.out / "README.md", card_of_folder(args.out))
-    _say(f"wrote {args.out}")
+    return results
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -206,14 +193,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--needles {args.needles} must not be negative")
     if args.text is not None and not args.text.is_file():
         raise FileNotFoundError(f"--text {args.text} is not a file.")
-    if args.family == "bst":
-        if args.keep is not None or args.keep_by is not None:
-            parser.error("--keep and --keep-by are for a longhorn: all layers of a bst have windows")
-    elif args.keep is None:
-        args.keep = 0.2
-    of_groups = args.keep_by == "group_recall" or (isinstance(args.keep, list) and isinstance(args.keep[0], tuple))
-    if args.memory and of_groups:
-        parser.error("--memory stands beside windows of whole layers: keep layers, not key/value groups")
     if args.train is not None:
         if args.dtype != "auto":
             parser.error("--dtype is for a student that is not trained")
@@ -249,21 +228,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     parser.add_argument(
-        "--family", choices=FAMILIES, default="longhorn", help="family of the student (default: %(default)s)"
-    )
-    parser.add_argument(
         "--window",
         type=int,
         default=256,
         metavar="N",
-        help="tokens that a layer sees before its own (default: %(default)s)",
+        help="tokens that a token sees before its own, in layers whose teacher's see all (default: %(default)s)",
     )
     parser.add_argument(
         "--keep",
         type=_keep,
+        default=0.2,
         metavar="N",
-        help="layers with full attention: how many, which share, or which, as 7,8,14, or as 7:1,14:0 key/value groups "
-        "(default: a fifth)",
+        help="layers that still see all tokens: how many, which share, or which, as 7,8,14, or as 7:1,14:0 key/value "
+        "groups (default: a fifth)",
     )
     parser.add_argument(
         "--keep-by",
@@ -273,10 +250,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory",
-        action="store_true",
-        help="put mixers or context states beside the windows, closed until they are trained",
+        nargs="?",
+        choices=MEMORIES,
+        const="longhorn",
+        help="state-space layers beside the windows, closed until they are trained: longhorn mixers (also without a "
+        "word), or context states",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text whose loss is measured, by position")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="text whose loss is measured, by position, and that tests the sinks"
+    )
     parser.add_argument(
         "--needles",
         type=int,
@@ -295,5 +277,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="dtype of the weights; auto is the teacher's (default: %(default)s)",
     )
     add_device(parser)
+    add_json(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
     return parser

@@ -162,7 +162,7 @@ def _licences(license: str | None, base_model: str | None) -> str:
     if license is not None:
         weights = f"Licence of the weights: {escaped(license)}."
     elif base_model is not None:
-        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them; it is not told here."
+        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them."
     else:
         weights = "Licence of the weights: unknown."
     return f"Licence of code and card: Apache-2.0. {weights}"

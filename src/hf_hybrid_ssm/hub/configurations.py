@@ -15,6 +15,7 @@ from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.verify_files import read_config
 from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
+from hf_hybrid_ssm.students.family import FAMILY as STUDENTS
 
 # transformers takes these as arguments of every configuration, besides its fields
 ARGUMENTS = frozenset({"num_labels", "attn_implementation", "torch_dtype", "rope_theta", "rope_scaling"})
@@ -37,14 +38,15 @@ def config_of_folder(folder: str | os.PathLike, of_transformers: bool = False) -
     kind = saved.get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{file} has no model_type, which says whose model this is. No code of the folder is run.")
-    if not of_transformers:
+    if kind != STUDENTS.model_type and not of_transformers:
         family_of(kind)
     elif kind not in CONFIG_MAPPING:
         raise ValueError(f"{file}: model_type={kind!r} is not known to transformers. No code of the folder is run.")
     try:
         if "configuration_files" in saved:
             raise ValueError("configuration_files names other files, which transformers would read instead of this")
-        check_saved_configuration(saved, CONFIG_MAPPING[kind])
+        if kind != STUDENTS.model_type:  # a student's are checked with its teacher's class, below
+            check_saved_configuration(saved, CONFIG_MAPPING[kind])
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         names = config.architectures
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

@@ -1,13 +1,11 @@
 """The files of a delta: what a student has that its teacher has not, and which teacher that is.
 
-`delta.json` names the teacher, its fingerprint, and for each tensor that carried over the teacher's tensor;
-`delta.safetensors` holds all others. A tensor that is in both has the teacher's columns first, then those of the file.
-Reading these files reads nothing else: where the teacher lies is for the user to say (`upcycle.delta`).
+`delta.json` names the teacher and its fingerprint; `delta.safetensors` holds the tensors that the teacher does not have,
+and those that training changed. All others are the teacher's of the same name. Reading these files reads nothing else: where the teacher lies is for the user to say (`upcycle.delta`).
 """
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from hf_hybrid_ssm.hub.writing import write_whole
 
 DELTA = "delta.json"
 DELTA_WEIGHTS = "delta.safetensors"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,13 @@ class Delta:
         teacher: a name on the Hub; of a folder or file the last part of its path.
         is_on_hub: True if `teacher` is a name on the Hub, False if it is part of a path.
         fingerprint: of all of the teacher's tensors (`fingerprint_of`), in the type that they were saved in.
-        digest: of `carried` and of the tensors of the file (`digest_of`): each has its own name and numbers.
-        carried: the student's tensor → the teacher's.
+        digest: `fingerprint_of` the tensors of the file.
     """
 
     teacher: str
     is_on_hub: bool
     fingerprint: str
     digest: str
-    carried: dict[str, str]
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT} | asdict(self), indent=2)
@@ -59,11 +55,9 @@ def read_delta(folder: Path) -> Delta:
     content = read_any_json(file)
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is not a delta of format {FORMAT}, which this version of hf-hybrid-ssm reads.")
-    kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "digest": str, "carried": dict}
+    kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "digest": str}
     if content.keys() != kinds.keys() or not all(isinstance(content[name], kind) for name, kind in kinds.items()):
         raise ValueError(f"{file} must hold {', '.join(kinds)}, each of its type, and nothing else.")
-    if not all(isinstance(value, str) for value in content["carried"].values()):
-        raise ValueError(f"{file}: carried must map the names of tensors to names of tensors.")
     if not content["is_on_hub"] and Path(content["teacher"]).name != content["teacher"]:
         raise ValueError(f"{file}: teacher={content['teacher']!r} must be a name without its folder.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
@@ -72,29 +66,6 @@ def read_delta(folder: Path) -> Delta:
                 f"{folder} holds both a delta ({DELTA}) and whole weights ({name}): move one of them away."
             )
     return Delta(**content)
-
-
-def check_carried(
-    folder: Path, delta: Delta, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Between them, teacher and file have every tensor of the student, and no other.
-
-    Args:
-        shapes: of the tensors in the file, by name.
-        needed: shapes of the student's tensors, by name.
-
-    Raises:
-        ValueError: names a tensor.
-    """
-    if foreign := sorted(delta.carried.keys() - needed.keys()):
-        raise ValueError(f"{folder / DELTA} carries {foreign[0]}, which the student does not have.")
-    for name in delta.carried.keys() & shapes.keys():
-        part, whole = shapes[name], needed[name]
-        if part[:-1] != whole[:-1] or part[-1] >= whole[-1]:
-            raise ValueError(
-                f"{folder / DELTA_WEIGHTS}: {name} has shape {part}; the teacher's columns are carried, so a part of "
-                f"the columns of {whole} was expected."
-            )
 
 
 def remove_weights(folder: Path) -> None:

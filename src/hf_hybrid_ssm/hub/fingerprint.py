@@ -1,7 +1,6 @@
 """Weights by their values: two models whose fingerprints agree hold the same numbers."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 
 import torch
@@ -22,12 +21,6 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(bytes_of(tensor))
     return digest.hexdigest()
-
-
-def digest_of(carried: Mapping[str, str], own: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over what a delta carries, by names, and the fingerprint of what it holds itself."""
-    names = json.dumps(sorted(carried.items()))
-    return hashlib.sha256(f"{names}\n{fingerprint_of(own)}".encode()).hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
-from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, check_carried, is_delta, read_delta
-from hf_hybrid_ssm.hub.fingerprint import digest_of
+from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, is_delta, read_delta
+from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
 from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
 from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
 from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
 from hf_hybrid_ssm.models.families import family_of
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
 
 SUMS = "SHA256SUMS"
 GENERATION = "generation_config.json"
@@ -133,7 +136,7 @@ def own_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ValueError: they are not those that were saved with `delta.json`: a number or a name is another.
     """
     own, delta = load_file(folder / DELTA_WEIGHTS), read_delta(folder)
-    if digest_of(delta.carried, own) != delta.digest:
+    if fingerprint_of(own) != delta.digest:
         raise ValueError(
             f"{folder / DELTA_WEIGHTS} and {DELTA} are not what was saved: the name or a number of a tensor is "
             "another. Copy both again."
@@ -151,35 +154,54 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
         ValueError: names the file and a tensor.
     """
     architecture = next(iter(config.architectures or []), "")
-    family = family_of(config.model_type)
-    if architecture not in family.heads.values():
-        known = ", ".join(dict.fromkeys(family.heads.values()))
+    classes = _classes_of(config)
+    if architecture not in classes:
         raise ValueError(
-            f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
+            f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has "
+            f"{', '.join(classes)}."
         )
-    model = without_memory(lambda: family.load(architecture)(config))
+    model = without_memory(lambda: classes[architecture]()(config))
     expected = model.state_dict()
     places = tensors_of(folder)
     saved = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
     file_of = {name: folder / file for file, tensors in places.items() for name in tensors}
-    carried: dict[str, str] = {}
-    if is_delta(folder):
-        delta = read_delta(folder)
-        shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-        check_carried(folder, delta, {name: shape for name, (shape, _) in saved.items()}, shapes)
-        carried = delta.carried
-    if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried.keys()):
+    carried = set(_teachers(config)) if is_delta(folder) else set()
+    if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried):
         raise ValueError(f"{folder}: no weight file holds {few(missing)}, which {architecture} needs.")
     if foreign := sorted(name for name in saved.keys() - expected.keys() if not _is_ignored(model, name)):
         raise ValueError(f"{file_of[foreign[0]]} holds {few(foreign)}, which {architecture} does not have.")
     for name in sorted(expected.keys() & saved.keys()):
         (shape, dtype), wanted = saved[name], expected[name]
-        if name not in carried and shape != tuple(wanted.shape):
+        if shape != tuple(wanted.shape):
             raise ValueError(
                 f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."
             )
         check_dtype(file_of[name], name, dtype, wanted.dtype, architecture)
     return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+
+
+def _classes_of(config: Any) -> dict[str, Callable[[], Any]]:
+    """The classes of models of a configuration, by name."""
+    if not isinstance(config, HybridStudentConfig):
+        family = family_of(config.model_type)
+        return {name: partial(family.load, name) for name in family.heads.values()}
+    from hf_hybrid_ssm.students.modeling import student_class
+    from hf_hybrid_ssm.students.teacher import class_of
+
+    names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)
+    classes = [student_class(class_of(config.teacher_type, each)) for each in names]
+    return {each.__name__: partial(_itself, each) for each in classes}
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _teachers(config: HybridStudentConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a student's teacher."""
+    from hf_hybrid_ssm.students.teacher import class_of
+
+    return without_memory(lambda: class_of(config.teacher_type)(config.teacher_config())).state_dict()
 
 
 def _tied(model: PreTrainedModel) -> set[str]:

@@ -20,8 +20,12 @@ from hf_hybrid_ssm.students.configuration import (
     unchanged,
 )
 from hf_hybrid_ssm.students.forward import own_attention
-from hf_hybrid_ssm.students.memory import MemoryInstead
+from hf_hybrid_ssm.students.initial_context import init_context
+from hf_hybrid_ssm.students.initial_heads import init_from_heads
+from hf_hybrid_ssm.students.initial_projections import init_from_attention
+from hf_hybrid_ssm.students.memory import HEADS, ContextMemory, HeadMixer, MemoryInstead
 from hf_hybrid_ssm.students.modeling import student_class
+from hf_hybrid_ssm.students.norm_gains import input_gains
 from hf_hybrid_ssm.students.teacher import attention_layers
 
 WINDOW = 512
@@ -122,6 +126,37 @@ def student_of(
 
 
 @torch.no_grad()
+def init_memories(student: Any, teacher: Any) -> None:
+    """Let memories start from the teacher's attention that they stand beside (`init_from_heads`, `init_context`) or
+    replace (`init_from_attention`); those beside a window stay closed.
+
+    Raises:
+        ValueError: that attention has no projections of its own for queries, keys, values and output.
+    """
+    base, own = student.base_model, attention_layers(teacher.config)
+    attention = {index: teacher.base_model.get_submodule(layer.name) for index, layer in own.items()}
+    memories = {index: getattr(base.get_submodule(own[index].name), "memory", None) for index in own}
+    memories = {index: memory for index, memory in memories.items() if memory is not None}
+    for index in memories:
+        if missing := [name for name in sorted(HEADS) if not hasattr(attention[index], name)]:
+            raise ValueError(
+                f'init="projections": {own[index].name} of the teacher has no {missing[0]}; give init="random".'
+            )
+    beside = {
+        index: attention[index] for index, memory in memories.items() if isinstance(memory, HeadMixer | ContextMemory)
+    }
+    gains = input_gains(teacher, beside) if beside else {}
+    for index, memory in memories.items():
+        if isinstance(memory, HeadMixer):
+            window = student.config.plan.layers[index].window
+            init_from_heads(memory, attention[index], gains[index], window + 1)
+        elif isinstance(memory, ContextMemory):
+            init_context(memory, attention[index], gains[index])
+        else:
+            init_from_attention(memory, attention[index])
+
+
+@torch.no_grad()
 def init_sinks(student: Any, input_ids: torch.Tensor) -> None:
     """Set the constant sinks of a student: for each the mean key, as it is at position 0, and value of first tokens.
 
@@ -146,8 +181,9 @@ def init_sinks(student: Any, input_ids: torch.Tensor) -> None:
         if place is not None:  # some kinds of rotary positions scale keys as well: once, when the sink is read
             cos, sin = base.angles_at(torch.zeros_like(input_ids[:1]), place[0])
             key = module.sink.turn(key, (1 / cos, sin))
-        module.sink.key.copy_(key.float().mean(0)[groups, 0])
-        module.sink.value.copy_(value.float().mean(0)[groups, 0])
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        module.sink.key.copy_(key.to(dtype).mean(0)[groups, 0])
+        module.sink.value.copy_(value.to(dtype).mean(0)[groups, 0])
 
 
 @dataclass(frozen=True)
@@ -193,14 +229,17 @@ def choose_sink(student: Any, input_ids: torch.Tensor, most: float = MOST_LOSS) 
             f"input_ids have {input_ids.shape[1]} tokens, and a student with {len(layers)} constant sinks: both the "
             f"sinks and more than {first + 1} tokens are needed."
         )
-    losses, training = {}, student.training
+    losses, training, targets = {}, student.training, input_ids[:, first + 1 :]
     student.eval()
     for kind in ("first_token", "constant"):
         for module in layers:
             module.windowed.sink = kind
-        logits = student(input_ids.to(student.device), use_cache=False).logits[:, first:-1].float()
-        targets = input_ids[:, first + 1 :].to(logits.device)
-        losses[kind] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        total = 0.0
+        for row, wanted in zip(input_ids, targets):  # one at a time: vocabularies may be large
+            found = student(row[None].to(student.device), use_cache=False, logits_to_keep=len(wanted) + 1).logits
+            wanted = wanted.to(found.device)
+            total += float(torch.nn.functional.cross_entropy(found[0, :-1].float(), wanted, reduction="sum"))
+        losses[kind] = total / targets.numel()
     student.train(training)
     holds = losses["constant"] <= losses["first_token"] + most
     if not holds:

@@ -10,30 +10,37 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.models.longhorn.attention_longhorn import OF_WINDOW
 from hf_hybrid_ssm.ops.local_attention import AttentionState
-from hf_hybrid_ssm.upcycle.student import Student
+from hf_hybrid_ssm.students.attention import OF_WINDOW
+from hf_hybrid_ssm.students.memory import ContextMemory, MemoryInstead
+from hf_hybrid_ssm.students.sinks import FIRST
+from hf_hybrid_ssm.students.teacher import attention_layers
 
 PARTS = ("memory", "attention")
 
 
 @contextmanager
-def without_part(student: Student, part: str) -> Iterator[None]:
+def without_part(student: Any, part: str) -> Iterator[None]:
     """Within it, a part of the student's layers adds nothing; its states are kept as before.
 
     Args:
-        part: "memory" (mixers, context states, recurrent states: what is left are windows and the layers that keep
-            their attention), or "attention" (to tokens, of windows or of all).
+        part: "memory" (what is left are windows and the layers that keep their attention), or "attention" (to tokens,
+            of windows or of all).
 
     Raises:
         ValueError: no such part, or no layer has it.
     """
     if part not in PARTS:
         raise ValueError(f"part={part!r} must be one of {', '.join(map(repr, PARTS))}.")
-    silence = _silence_in_bst if isinstance(student, BstForCausalLM) else _silence_in_longhorn
-    hooks = [hook for layer in student.model.layers for hook in silence(layer, part)]
+    hooks: list[Any] = []
+    for layer in attention_layers(student.config, student.config.teacher_type).values():
+        module = student.base_model.get_submodule(layer.name)
+        if part == "memory" and (memory := getattr(module, "memory", None)) is not None:
+            output = memory.o_proj if isinstance(memory, ContextMemory) else memory.out_proj
+            hooks.append(output.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)))
+        if part == "attention" and not isinstance(module, MemoryInstead):  # before a memory's output is added
+            hooks.append(module.register_forward_hook(_silent, prepend=True))
     if not hooks:
         raise ValueError(f"part={part!r}: no layer of this student has it.")
     try:
@@ -43,30 +50,12 @@ def without_part(student: Student, part: str) -> Iterator[None]:
             hook.remove()
 
 
-def _silence_in_longhorn(layer: Any, part: str) -> Iterator[Any]:
-    module, output = ("mixer", "out_proj") if part == "memory" else ("self_attn", "o_proj")
-    if hasattr(layer, module):
-        projection = getattr(getattr(layer, module), output)
-        yield projection.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
-
-
-def _silence_in_bst(layer: Any, part: str) -> Iterator[Any]:
-    """Attention and memory are halves of one projection's input; the bias that they share stays."""
-    attention = layer.attention
-    of_tokens = attention.q_proj.out_features
-    shut = slice(of_tokens, None) if part == "memory" else slice(of_tokens)
-
-    def silent(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        heard = inputs[0].clone()
-        heard[..., shut] = 0
-        return (heard, *inputs[1:])
-
-    if part == "attention" or attention.o_proj.in_features > of_tokens:
-        yield attention.o_proj.register_forward_pre_hook(silent)
+def _silent(module: Any, inputs: Any, output: Any) -> Any:
+    return (torch.zeros_like(output[0]), *output[1:])
 
 
 def zero_memory(cache: Cache) -> None:
-    """Empty the memory that a cache holds, in place: the states of mixers, context states and recurrent states.
+    """Empty the memory that a cache holds, in place: the states of mixers and context states.
 
     The keys and values of windows stay, and so do those of layers that keep their attention.
 
@@ -74,7 +63,7 @@ def zero_memory(cache: Cache) -> None:
         ValueError: it holds no such state.
     """
     layers = [layer for layer in cache.layers if is_recurrent_state_layer(layer)]
-    attended = {*AttentionState._fields, *(OF_WINDOW + name for name in AttentionState._fields)}
+    attended = {prefix + name for prefix in ("", OF_WINDOW) for name in (*AttentionState._fields, *FIRST)}
     if not any(layer.states.keys() - attended for layer in layers):
         raise ValueError("the cache holds no memory: fill it by a forward of a student that has one.")
     for layer in layers:

@@ -1,34 +1,80 @@
-"""Which layers of a teacher keep their reach, or which of its key/value groups: a list, or so many by a ranking."""
+"""Which layers of a teacher keep their attention to all tokens, or which of its key/value groups: a list, or so many
+by a ranking."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.students.configuration import key_value_groups
 from hf_hybrid_ssm.upcycle import divergence, recall
-from hf_hybrid_ssm.upcycle.configurations import evenly_spaced, parts_of
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
-from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, name_of, number_kept, ranking_of
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, name_of, number_kept
 from hf_hybrid_ssm.upcycle.probe_prompts import WINDOWS, recall_prompts
-from hf_hybrid_ssm.upcycle.recall import (
-    NoRecallError,
-    groups_of,
-    rank_groups_by_recall,
-    rank_layers_by_recall,
-    recall_of,
-)
-from hf_hybrid_ssm.upcycle.sensitivity import attention_sensitivity
+from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, rank_layers_by_recall, recall_of
+from hf_hybrid_ssm.upcycle.sensitivity import rank_layers_by_sensitivity
+from hf_hybrid_ssm.upcycle.teacher import Teacher, layers_of
 
 logger = logging.getLogger(__name__)
 WINDOW = 256
 KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
+Progress = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a student keeps of its teacher's attention to all tokens; the rest gets windows.
+
+    Args:
+        parts: how many layers (int), which share (float), or a list of layers, or of key/value groups as
+            (layer, group). Layers that have windows in the teacher, or no attention, are not counted.
+        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall" (`rank_groups_by_recall`;
+            `parts` is then a count or share of key/value groups), "kl" (`rank_layers_by_kl`), "sensitivity"
+            (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by recall, evenly spaced with a warning if
+            the teacher does not recall. A list needs none.
+        window: W, the tokens that a token sees before its own where the teacher's sees all.
+
+    Raises:
+        ValueError: there is no such count, share or ranking.
+    """
+
+    parts: float | Sequence[Any] = 0.2
+    by: str | None = None
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        if self.by not in (None, *KEEP_BY):
+            raise ValueError(f"by={self.by!r} must be one of {', '.join(map(repr, KEEP_BY))}, or None.")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window={self.window!r} must be a number of tokens, at least 1.")
+        if isinstance(self.parts, bool | str) or not isinstance(self.parts, int | float | Sequence):
+            raise TypeError(f"parts={self.parts!r} must be a count (int), a share (float) or a list.")
+
+    def parts_of(self, config: PreTrainedConfig) -> list[Any]:
+        """The layers of a list, or its key/value groups, in ascending order; of a count or share as many as will be
+        kept, not ranked yet.
+
+        Raises:
+            ValueError: the teacher has no such layers or groups, or not so many.
+        """
+        layers, groups = layers_of(config), key_value_groups(config)
+        if not isinstance(self.parts, int | float):
+            return _listed(self.parts, layers, groups)
+        if self.by != "group_recall":
+            return evenly_spaced(layers, number_kept(self.parts, len(layers)))
+        pairs = [(layer, group) for layer in layers for group in range(groups)]
+        if not (count := number_kept(self.parts, len(pairs), "key/value groups")):
+            raise ValueError(
+                f'parts={self.parts} keeps none of {len(pairs)} key/value groups: leave out "group_recall".'
+            )
+        return pairs[:count]
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers that keep their reach, or the key/value groups, and why.
+    """The layers that keep their attention to all tokens, or the key/value groups, and why.
 
     Attributes:
         layers: in ascending order; or groups of layers, as (layer, group).
@@ -36,6 +82,7 @@ class LayerChoice:
         ranking: of all layers or groups; None where nothing was ranked.
         teacher, kept: what the teacher recalls of prompts that the ranking has not seen, and what it recalls with
             windows in all other layers or groups at once; None unless ranked by recall.
+        window: W of the others.
     """
 
     layers: list[Any]
@@ -43,6 +90,7 @@ class LayerChoice:
     ranking: LayerRanking | None = None
     teacher: RecallScore | None = None
     kept: RecallScore | None = None
+    window: int = WINDOW
 
     def __str__(self) -> str:
         lines = [] if self.ranking is None else [str(self.ranking)]
@@ -52,98 +100,83 @@ class LayerChoice:
         return "\n".join(lines)
 
 
-def parts_to_keep(config: Any, keep: float | Sequence[Any], keep_by: str | None = None) -> list[Any]:
-    """The layers of a list, or its key/value groups; of a count or share as many as will be kept, not ranked yet.
+def evenly_spaced(layers: Sequence[int], count: int) -> list[int]:
+    """`count` of the layers, each in the middle of its share."""
+    return [layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count)]
+
+
+def _listed(parts: Sequence[Any], layers: list[int], groups: int) -> list[Any]:
+    """A list of layers, or of key/value groups as (layer, group), in ascending order; each once.
 
     Raises:
-        ValueError: there is no such layer, group, count, share or ranking.
+        ValueError: none of `layers` is so, or the list has both.
     """
-    if keep_by not in (None, *KEEP_BY):
-        raise ValueError(f"keep_by={keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
-    if not isinstance(keep, int | float):
-        return parts_of(keep, config)
-    if keep_by != "group_recall":
-        layers = config.num_hidden_layers
-        return evenly_spaced(layers, number_kept(keep, layers))
-    groups = groups_of(config)
-    if not (count := number_kept(keep, len(groups), "key/value groups")):
-        raise ValueError(f'keep={keep} keeps none of {len(groups)} key/value groups: leave out "group_recall".')
-    return groups[:count]
+    found = [tuple(part) if isinstance(part, list) else part for part in parts]
+    pairs = [part for part in found if isinstance(part, tuple)]
+    if pairs and len(pairs) < len(found):
+        raise ValueError(f"parts={list(parts)} names layers and key/value groups: give one kind.")
+    known = {(layer, group) for layer in layers for group in range(groups)} if pairs else set(layers)
+    if unknown := sorted(set(found) - known, key=str):
+        of_groups = f", each with the key/value groups 0 to {groups - 1}" if pairs else ""
+        raise ValueError(
+            f"parts={list(parts)} names {name_of(unknown[0])}, but the teacher sees all tokens in the layers "
+            f"{', '.join(map(str, layers)) or 'none'}{of_groups}."
+        )
+    return sorted(set(found))
 
 
-def choose_layers(
-    teacher: Any,
-    keep: float | Sequence[Any],
-    keep_by: str | None = None,
-    tokenizer: Any | None = None,
-    texts: Sequence[torch.Tensor] | None = None,
-    window: int = WINDOW,
-    seed: int = 0,
-    progress: Callable[[Sequence[Any]], Any] | None = None,
-) -> LayerChoice:
-    """The layers to keep, or the key/value groups.
+def choose_layers(teacher: Teacher, keep: Keep, progress: Progress | None = None) -> LayerChoice:
+    """The layers to keep, or the key/value groups; those that recall chose are then tried together.
+
+    Rankings use windows of `keep.window`, or shorter ones that take less time (recall 256, kl 128) or fit the
+    teacher's positions.
 
     Args:
-        teacher: a causal language model that can be upcycled; not changed.
-        keep: how many (int), which share (float), or a list of layers, or of groups as (layer, group).
-        keep_by: "recall" (`rank_layers_by_recall`; the layers chosen are then tried together), "group_recall" (the
-            same of single key/value groups, of which `keep` is then the count or share), "kl" (`rank_layers_by_kl`),
-            "sensitivity" (`attention_sensitivity`), or "even" (evenly spaced); None: by recall, evenly spaced with a
-            warning if the teacher does not recall. A list needs none.
-        tokenizer: the teacher's, for recall.
-        texts: token ids (B, L), for kl and sensitivity; None: what the teacher itself writes.
-        window: tokens that a student's windowed layers will see before their own. Rankings use it, or a shorter one
-            that takes less time (recall 256, kl 128) or fits the teacher's positions.
-        seed: of prompts and of the teacher's text.
         progress: wraps what takes long, as `tqdm` does.
 
     Raises:
-        ValueError: there is no such layer, group, count, share or ranking; the teacher does not recall
-            (`NoRecallError`).
+        ValueError: as of `Keep.parts_of`; the teacher does not recall (`NoRecallError`).
     """
-    parts = parts_to_keep(teacher.config, keep, keep_by)
-    if not isinstance(keep, int | float):
+    choice = _chosen(teacher, keep, progress)
+    return replace(choice, window=keep.window)
+
+
+def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None) -> LayerChoice:
+    parts, by = keep.parts_of(teacher.config), keep.by
+    if not isinstance(keep.parts, int | float):
         return LayerChoice(parts, "list")
-    count, layers = len(parts), teacher.config.num_hidden_layers
-    if keep_by == "group_recall":
-        if count == len(groups_of(teacher.config)):
-            return LayerChoice(parts, keep_by)
-        return _by_recall(teacher, count, tokenizer, window, seed, progress, rank_groups_by_recall)
-    if keep_by == "even" or count in (0, layers):
+    count, layers = len(parts), teacher.layers
+    if by == "group_recall":
+        if count == len(layers) * teacher.groups:
+            return LayerChoice(parts, by)
+        return _by_recall(teacher, count, keep.window, progress, rank_groups_by_recall)
+    if by == "even" or count in (0, len(layers)):
         return LayerChoice(parts, "even")
-    if keep_by in (None, "recall"):
+    if by in (None, "recall"):
         try:
-            return _by_recall(teacher, count, tokenizer, window, seed, progress, rank_layers_by_recall)
+            return _by_recall(teacher, count, keep.window, progress, rank_layers_by_recall)
         except NoRecallError as error:
-            if keep_by is not None:
+            if by is not None:
                 raise
             logger.warning("The layers to keep are evenly spaced, not chosen by recall: %s", error)
-            return LayerChoice(evenly_spaced(layers, count), "even")
-    short = min(window, divergence.PROBE_WINDOW, teacher.config.max_position_embeddings // 4)
-    if keep_by == "kl":
-        ranking = rank_layers_by_kl(teacher, texts, short, seed, progress)
+            return LayerChoice(parts, "even")
+    window = min(keep.window, divergence.PROBE_WINDOW, max(1, teacher.config.max_position_embeddings // 4))
+    texts = [text_of(teacher, divergence.ROWS, divergence.LENGTH_IN_WINDOWS * window)]
+    if by == "kl":
+        ranking = rank_layers_by_kl(teacher, texts, window, progress=progress)
     else:
-        if texts is None:
-            texts = [text_of(teacher, divergence.ROWS, divergence.LENGTH_IN_WINDOWS * short, seed)]
-        batches = [{"input_ids": text.to(teacher.device)} for text in texts]
-        ranking = ranking_of(attention_sensitivity(teacher, batches), keep_by)
-    return LayerChoice(sorted(ranking.layers[:count]), keep_by, ranking)
+        ranking = rank_layers_by_sensitivity(teacher, texts, progress)
+    return LayerChoice(sorted(ranking.layers[:count]), ranking.by, ranking)
 
 
 def _by_recall(
-    teacher: Any,
-    count: int,
-    tokenizer: Any | None,
-    window: int,
-    seed: int,
-    progress: Callable[..., Any] | None,
-    rank: Callable[..., LayerRanking],
+    teacher: Teacher, count: int, window: int, progress: Progress | None, rank: Callable[..., LayerRanking]
 ) -> LayerChoice:
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
     short = min(window, recall.PROBE_WINDOW, most)
-    ranking = rank(teacher, tokenizer, short, seed=seed, progress=progress)
-    others = recall_prompts(tokenizer, teacher.config.vocab_size, short, seed=seed + 1)
+    ranking = rank(teacher, short, progress=progress)
+    others = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, short, seed=1)
     own = recall_of(teacher, others, short)
     kept = recall_of(teacher, others, short, ranking.layers[count:])
     return LayerChoice(sorted(ranking.layers[:count]), ranking.by, ranking, own, kept)

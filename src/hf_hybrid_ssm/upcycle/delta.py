@@ -23,11 +23,12 @@ from transformers import (
 
 from hf_hybrid_ssm.hub.cards import card_of_folder
 from hf_hybrid_ssm.hub.configurations import config_of_folder
-from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
-from hf_hybrid_ssm.hub.fingerprint import digest_of, fingerprint_of
+from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
+from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.upcycle.loading import TeacherFiles, load_teacher_model, open_teacher
+from hf_hybrid_ssm.upcycle.loading import TeacherFiles, open_teacher, weights_as_saved
+from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 TEACHER = "HF_HYBRID_SSM_TEACHER"
 """The environment variable that says where the teacher is when no argument does."""
@@ -38,24 +39,19 @@ RECORDED = "recorded"
 def save_delta(
     student: PreTrainedModel,
     folder: str | os.PathLike,
-    teacher: str | os.PathLike,
+    teacher: Teacher | str | os.PathLike,
     *,
-    model: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Delta:
-    """Save a student without what is still its teacher's.
-
-    A tensor counts as the teacher's if its values are, so that nothing has to be told about what was trained; where
-    the first columns are the teacher's, only the others are saved.
+    """Save a student without the tensors that are still its teacher's: those of the same name and values.
 
     Args:
         student: of this package, made by `upcycle`, trained or not.
         folder: to write into; made where it does not exist.
-        teacher: what the student was made from: a folder, a name on the Hub or a GGUF file. Its last part is recorded,
-            and no other part of a path.
-        model: the teacher as `load_teacher` gives it without a `dtype`, where it is at hand: else it is loaded.
+        teacher: what the student was made from: as `load_teacher` gives it, or a folder, a name on the Hub or a GGUF
+            file, which is read. Its last part is recorded, and no other part of a path.
         tokenizer: saved beside, for programs that ask the folder for it; a delta without takes its teacher's in
             this package's commands.
         dtype: of the saved tensors of matrices, such as bfloat16 to halve the file; by default the student's, and then
@@ -67,22 +63,32 @@ def save_delta(
 
     Raises:
         FileExistsError: the folder holds something.
-        ValueError: the student shares no tensor with the teacher, or one of its own is not finite.
+        ValueError: the teacher is at hand only, the student shares no tensor with it, or one of its own is not finite.
     """
     where = Path(folder)
     if where.is_dir() and any(where.iterdir()) and not overwrite:
         raise FileExistsError(f"folder={str(folder)!r} is not empty: name another one, or give overwrite=True.")
-    weights = (load_teacher_model(teacher) if model is None else model).state_dict()
-    fingerprint = fingerprint_of(weights)
-    carried, own = _split(_untied(student), {name: value.to(student.dtype) for name, value in weights.items()})
-    if not carried:
-        raise ValueError(f"teacher={str(teacher)!r} has no tensor that the student still has: save the student whole.")
-    narrow = {name: value if dtype is None or value.dim() < 2 else value.to(dtype) for name, value in own.items()}
-    if wrong := [name for name, value in narrow.items() if not value.isfinite().all()]:
+    source = teacher.source if isinstance(teacher, Teacher) else teacher
+    if source is None:
+        raise ValueError("the teacher has no source that a delta could name: give its folder, name or file.")
+    if isinstance(teacher, Teacher) and teacher.is_as_saved:
+        weights = teacher.model.state_dict()
+    else:
+        weights = weights_as_saved(source)
+    own = {
+        name: value.detach().cpu() for name, value in _untied(student).items() if not _is_same(value, weights, name)
+    }
+    if not student.state_dict().keys() & weights.keys() - own.keys():
+        raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
+    own = {
+        name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).contiguous()
+        for name, value in own.items()
+    }
+    if wrong := [name for name, value in own.items() if not value.isfinite().all()]:
         raise ValueError(f"{wrong[0]} of the student holds NaN or infinite numbers: nothing is written.")
-    is_on_hub = not Path(teacher).exists()
-    name = str(teacher) if is_on_hub else Path(teacher).resolve().name
-    delta = Delta(name, is_on_hub, fingerprint, digest_of(carried, narrow), carried)
+    is_on_hub = not Path(source).exists()
+    name = str(source) if is_on_hub else Path(source).resolve().name
+    delta = Delta(name, is_on_hub, fingerprint_of(weights), fingerprint_of(own))
     where.mkdir(parents=True, exist_ok=True)
     remove_weights(where)
     config = copy.deepcopy(student.config)
@@ -94,7 +100,7 @@ def save_delta(
         student.generation_config.save_pretrained(where)
     if tokenizer is not None:
         tokenizer.save_pretrained(where)
-    save_file(narrow, where / DELTA_WEIGHTS, metadata={"format": "pt"})
+    save_file(own, where / DELTA_WEIGHTS, metadata={"format": "pt"})
     delta.write(where)
     return delta
 
@@ -104,24 +110,10 @@ def _untied(student: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value for name, value in student.state_dict().items() if name not in tied}
 
 
-def _split(
-    student: Mapping[str, torch.Tensor], teacher: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Which tensors are the teacher's, and what is left."""
-    by_values = {fingerprint_of({"": value}): name for name, value in reversed(list(teacher.items()))}
-    widths = {value.shape[-1] for value in teacher.values() if value.dim() == 2}
-    carried, own = {}, {}
-    for name, value in student.items():
-        if (key := by_values.get(fingerprint_of({"": value}))) is not None:
-            carried[name] = key
-            continue
-        own[name] = value.detach().cpu().contiguous()
-        for width in widths if value.dim() == 2 else ():
-            if width < value.shape[1] and (key := by_values.get(fingerprint_of({"": value[:, :width]}))) is not None:
-                carried[name] = key
-                own[name] = own[name][:, width:].contiguous()
-                break
-    return carried, own
+def _is_same(value: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> bool:
+    """Whether the teacher has a tensor of that name with these values, in the student's type."""
+    own = weights.get(name)
+    return own is not None and own.shape == value.shape and torch.equal(own.to(value), value)
 
 
 def loading_arguments(folder: Any, teacher: Any, others: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -158,32 +150,29 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
     shapes = check_tensors(where, config_of_folder(where))
     own = own_tensors(where)
     files = teacher_of(where, teacher)
-    weights = load_teacher_model(files).state_dict()
+    weights = weights_as_saved(files)
     if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
         raise ValueError(
             f"teacher={files.source!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
             f"{fingerprint[:16]}, those of {delta.teacher!r} had {delta.fingerprint[:16]}."
         )
-    if unknown := sorted(set(delta.carried.values()) - weights.keys()):
-        raise ValueError(f"{where} carries {unknown[0]}, which the teacher does not have.")
-    carried = _with_memory_of_their_own({ours: weights[theirs] for ours, theirs in delta.carried.items()})
-    both = {name: torch.cat([carried[name], own[name].to(carried[name])], -1) for name in carried.keys() & own.keys()}
-    whole = carried | own | both
-    for name, value in whole.items():
-        if tuple(value.shape) != shapes[name]:
-            raise ValueError(f"{where / DELTA}: {name} is carried as {tuple(value.shape)}, not {shapes[name]}.")
-    return whole
+    whole = {**weights, **own}
+    if wrong := [name for name, value in whole.items() if name in shapes and tuple(value.shape) != shapes[name]]:
+        raise ValueError(
+            f"{where / 'config.json'}: {wrong[0]} of the teacher is {tuple(whole[wrong[0]].shape)}, not "
+            f"{shapes[wrong[0]]}."
+        )
+    return _with_memory_of_their_own({name: value for name, value in whole.items() if name in shapes})
 
 
 def _with_memory_of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """No two share any: what carries over twice, or is a part of a fused matrix, may be trained apart."""
+    """No two share any: what the teacher ties may be trained apart."""
     used: set[int] = set()
     found = {}
     for name, value in tensors.items():
-        place = value.untyped_storage()
-        is_part = place.nbytes() > value.numel() * value.element_size()
-        found[name] = value.clone() if is_part or place.data_ptr() in used else value
-        used.add(place.data_ptr())
+        place = value.untyped_storage().data_ptr()
+        found[name] = value.clone() if place in used else value
+        used.add(place)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
-from hf_hybrid_ssm.upcycle.teachers import check_model_type
+from hf_hybrid_ssm.upcycle.teacher import Teacher
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask
 
 PROBE_WINDOW = 128
@@ -21,17 +21,16 @@ LENGTH_IN_WINDOWS = 3
 
 @torch.inference_mode()
 def rank_layers_by_kl(
-    teacher: Any,
+    teacher: Teacher,
     texts: Sequence[torch.Tensor] | None = None,
     window: int = PROBE_WINDOW,
     seed: int = 0,
     progress: Callable[[Sequence[Any]], Any] | None = None,
 ) -> LayerRanking:
-    """The layers of a teacher by KL(teacher || windowed), less that with the layer's own reach; tokens beyond the
-    window alone count.
+    """The layers of a teacher that see all tokens by KL(teacher || windowed), less that with the layer's own reach;
+    tokens beyond the window alone count.
 
     Args:
-        teacher: a causal language model that can be upcycled; not changed.
         texts: token ids (B, L) without padding, L longer than the window; None: `text_of` the teacher, four rows of
             three windows.
         window: tokens that a windowed layer sees before its own; the first token too.
@@ -39,9 +38,8 @@ def rank_layers_by_kl(
         progress: wraps the sequence of rows, as `tqdm` does.
 
     Raises:
-        ValueError: the teacher cannot be upcycled, or a text ends within the window.
+        ValueError: a text ends within the window.
     """
-    check_model_type(teacher.config)
     if texts is None:
         texts = [text_of(teacher, ROWS, LENGTH_IN_WINDOWS * window, seed)]
     rows = [row[None] for text in texts for row in text]
@@ -49,50 +47,50 @@ def rank_layers_by_kl(
         raise ValueError(f"texts have {short[0]} tokens, which window={window} shows whole: give longer ones.")
     if not rows:
         raise ValueError("texts is empty: give some token ids, or None.")
-    layers = range(len(teacher.model.layers))
-    won = torch.zeros(len(layers), dtype=torch.float64)
+    layers, device = teacher.layers, teacher.model.device
+    won = dict.fromkeys(layers, 0.0)
     tokens = 0
     with maskable(teacher):
         for row in rows if progress is None else progress(rows):
-            mask = window_mask(row.shape[1], window, device=teacher.device)
-            replay = LayerReplay(teacher, row.to(teacher.device), dict.fromkeys(layers, mask))
+            mask = window_mask(row.shape[1], window, device=device)
+            replay = LayerReplay(teacher, row.to(device), dict.fromkeys(layers, mask))
             wanted = _log_distributions(teacher, replay.teachers_own, window)
             whole = _kl(wanted, teacher, replay.base, window)
             for layer in layers:
                 states = replay.hidden_states(dict.fromkeys([other for other in layers if other != layer], mask))
                 won[layer] += whole - _kl(wanted, teacher, states, window)
             tokens += len(wanted)
-    return ranking_of((won / tokens).tolist(), "kl", window=window)
+    return ranking_of({layer: gain / tokens for layer, gain in won.items()}, "kl", window=window)
 
 
 @torch.inference_mode()
-def text_of(teacher: Any, rows: int, length: int, seed: int = 0) -> torch.Tensor:
+def text_of(teacher: Teacher, rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """What a teacher writes, drawn from its own distribution after its first token, or a random one: (rows, length).
 
     Deterministic in `seed`; leaves the global random number generator alone.
     """
-    draw = torch.Generator().manual_seed(seed)
+    model, draw = teacher.model, torch.Generator().manual_seed(seed)
     start = teacher.config.bos_token_id
     tokens = torch.randint(teacher.config.vocab_size, (rows, 1), generator=draw)
     ids = [tokens if start is None else torch.full_like(tokens, start)]
-    training, cache = teacher.training, None
-    teacher.eval()
+    training, cache = model.training, None
+    model.eval()
     try:
         while len(ids) < length:
-            output = teacher(ids[-1].to(teacher.device), use_cache=True, **{CACHE: cache})
+            output = model(ids[-1].to(model.device), use_cache=True, **{CACHE: cache})
             cache = output[CACHE]
             ids.append(torch.multinomial(output.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw))
     finally:
-        teacher.train(training)
+        model.train(training)
     return torch.cat(ids, dim=1)
 
 
-def _log_distributions(teacher: Any, states: torch.Tensor, window: int) -> torch.Tensor:
+def _log_distributions(teacher: Teacher, states: torch.Tensor, window: int) -> torch.Tensor:
     """Of the next token after each beyond the window, in one row, (L - W - 1, V)."""
-    return teacher.lm_head(states[0, window + 1 :]).float().log_softmax(-1)
+    return teacher.logits(states[:, window + 1 :])[0].float().log_softmax(-1)
 
 
-def _kl(wanted: torch.Tensor, teacher: Any, states: torch.Tensor, window: int) -> float:
+def _kl(wanted: torch.Tensor, teacher: Teacher, states: torch.Tensor, window: int) -> float:
     """KL(wanted || found), the sum over tokens, in nats."""
     log_probabilities = _log_distributions(teacher, states, window)
     return float(torch.nn.functional.kl_div(log_probabilities, wanted, reduction="sum", log_target=True))

@@ -1,6 +1,6 @@
 """The order in which a teacher's layers, or their key/value groups, are needed, and who says so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,13 @@ class LayerRanking:
 
 def name_of(part: LayerOrGroup) -> str:
     """As people write it: a layer 7, a group 7:1."""
-    return str(part) if isinstance(part, int) else ":".join(map(str, part))
+    return ":".join(map(str, part)) if isinstance(part, tuple) else str(part)
 
 
-def ranking_of(scores: Sequence[float], by: str, **fields: object) -> LayerRanking:
-    """The layers by their scores, the lower index first among equals."""
-    order = sorted(range(len(scores)), key=lambda layer: -scores[layer])
-    return LayerRanking(by, order, dict(enumerate(scores)), **fields)  # type: ignore[arg-type]
+def ranking_of(scores: Mapping[Any, float], by: str, **fields: object) -> LayerRanking:
+    """The layers by their scores, the earlier one first among equals."""
+    order = sorted(scores, key=lambda layer: -scores[layer])
+    return LayerRanking(by, order, dict(scores), **fields)  # type: ignore[arg-type]
 
 
 def number_kept(keep: float, count: int, parts: str = "layers") -> int:

@@ -23,9 +23,7 @@ from hf_hybrid_ssm.hub.gguf_config import config_fields
 from hf_hybrid_ssm.hub.gguf_header import GgufHeader, read_header
 from hf_hybrid_ssm.hub.verify_others import check_safetensors, check_texts
 from hf_hybrid_ssm.hub.whole_models import load_whole
-from hf_hybrid_ssm.upcycle.fused_teachers import check_fused, unfused, unfused_config
-from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
-from hf_hybrid_ssm.upcycle.teachers import FUSED, check_teacher
+from hf_hybrid_ssm.upcycle.teacher import Teacher, check_config
 
 logger = logging.getLogger(__name__)
 
@@ -145,68 +143,40 @@ def open_teacher(path_or_name: str | os.PathLike, on_hub: bool = False, **option
 
 
 def load_teacher(
-    teacher: str | os.PathLike | TeacherFiles, dtype: torch.dtype | None = None, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A teacher that can be upcycled, in evaluation mode, and its tokenizer with its chat template.
-
-    A Phi-3 is given as the Mistral that it is with its projections split.
+    source: str | os.PathLike | TeacherFiles, dtype: torch.dtype | None = None, **options: Any
+) -> Teacher:
+    """A teacher with its tokenizer, in evaluation mode; refused by its configuration before its weights are read.
 
     Args:
-        teacher: as of `open_teacher`, or what that gives.
+        source: as of `open_teacher`, or what that gives.
         dtype, options: as of `TeacherFiles.load_model`; and the options of `open_teacher`.
 
     Raises:
         FileNotFoundError, OSError, ImportError: as of `open_teacher`.
         ValueError: files are incomplete, no tokenizer is there, or the model cannot be upcycled; says what is wrong.
     """
-    files, options = _opened(teacher, options)
-    tokenizer = files.load_tokenizer()
-    return load_teacher_model(files, dtype, **options), tokenizer
+    tokenizer, model, files = _loaded(source, dtype, options, True)
+    return Teacher(model, tokenizer, files.source, is_as_saved=dtype is None)
 
 
-def load_teacher_model(
-    teacher: str | os.PathLike | TeacherFiles, dtype: torch.dtype | None = None, **options: Any
-) -> PreTrainedModel:
-    """`load_teacher` without the tokenizer."""
-    files, options = _opened(teacher, options)
-    is_fused = files.config.model_type in FUSED
-    if is_fused and options.get("device_map") is not None:
-        raise ValueError(
-            f"device_map={options['device_map']!r} cannot be used with a {files.config.model_type} teacher, whose "
-            "fused projections are split after it is loaded: leave it out."
-        )
-    model = files.load_model(dtype, **options)
-    if is_fused:
-        model = unfused(model)
-        model.name_or_path = model.config.name_or_path = files.source
-    check_weights(model)
-    return model.eval()
+def weights_as_saved(source: str | os.PathLike | TeacherFiles) -> dict[str, torch.Tensor]:
+    """All tensors of a teacher in the type that they were saved in; needs no tokenizer."""
+    _, model, files = _loaded(source, None, {}, False)
+    return Teacher(model, None, files.source).model.state_dict()
+
+
+def _loaded(source: Any, dtype: torch.dtype | None, options: dict[str, Any], with_tokenizer: bool) -> tuple:
+    of_hub = {name: value for name, value in options.items() if name in OPTIONS}
+    files = source if isinstance(source, TeacherFiles) else open_teacher(source, **of_hub)
+    check_config(files.config)
+    tokenizer = files.load_tokenizer() if with_tokenizer else None
+    others = {name: value for name, value in options.items() if name not in OPTIONS}
+    return tokenizer, files.load_model(dtype, **others), files
 
 
 def load_tokenizer(path_or_name: str | os.PathLike) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that need not be one that can be upcycled."""
     return open_teacher(path_or_name).load_tokenizer()
-
-
-def config_to_upcycle(files: TeacherFiles) -> Any:
-    """The configuration of the model that `load_teacher` will give.
-
-    Raises:
-        ValueError: it cannot be upcycled; names what is missing.
-    """
-    if files.config.model_type in FUSED:
-        check_fused(files.config)
-        return unfused_config(files.config)
-    check_teacher(files.config)
-    return files.config
-
-
-def _opened(teacher: str | os.PathLike | TeacherFiles, options: dict[str, Any]) -> tuple[TeacherFiles, dict[str, Any]]:
-    """The files of a teacher that can be upcycled, as far as its configuration says; and the options that are left."""
-    of_hub = {name: value for name, value in options.items() if name in OPTIONS}
-    files = teacher if isinstance(teacher, TeacherFiles) else open_teacher(teacher, **of_hub)
-    config_to_upcycle(files)
-    return files, {name: value for name, value in options.items() if name not in OPTIONS}
 
 
 def _check_has_model(path: Path) -> None:

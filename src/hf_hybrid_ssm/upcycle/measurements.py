@@ -14,7 +14,9 @@ from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import needle
 from hf_hybrid_ssm.hub.tables import Table
 from hf_hybrid_ssm.planning.measurement import decoding_state_bytes
-from hf_hybrid_ssm.upcycle.configurations import STUDENT_FAMILIES, student_config
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.students.initial import student_config
+from hf_hybrid_ssm.upcycle.teacher import layers_of
 
 MULTIPLES = (1, 4, 8)
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -113,8 +115,8 @@ def cache_table(models: Models, dtype: torch.dtype) -> Table:
     rows, name_of_dtype = [], str(dtype).removeprefix("torch.")
     for name, model in models.items():
         config = model.config
-        if config.model_type not in STUDENT_FAMILIES:  # its cache is that of a student that keeps all
-            config = student_config(config, keep=1.0)
+        if not isinstance(config, HybridStudentConfig):  # its cache is that of a student that keeps all
+            config = student_config(config, keep=layers_of(config))
         sizes = (decoding_state_bytes(config, length, name_of_dtype, "torch") / 2**20 for length in LENGTHS)
         rows.append([name, *(f"{size:,.1f}" for size in sizes)])
     title = f"Cache of one sequence in MiB, in {name_of_dtype}, by its tokens"

@@ -10,28 +10,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.ops.linear_kl_divergence import linear_kl_divergence
-from hf_hybrid_ssm.upcycle.student import Student, new_modules
+from hf_hybrid_ssm.students.teacher import attention_layers
 
 
 @contextmanager
-def _attention_records(teacher: Any, layers: list[int]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
-    """The input of some layers and the output of their attention, while the teacher runs."""
-    records: dict[int, dict[str, torch.Tensor]] = {index: {} for index in layers}
+def _attention_records(teacher: Any, names: dict[int, str]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """The input of some layers and the output of their attention (its name by layer), while the teacher runs."""
+    records: dict[int, dict[str, torch.Tensor]] = {index: {} for index in names}
 
-    def hooks_of(index: int):
-        def before(module, args):
-            records[index]["layer_input"] = args[0]
+    def hooks_of(index: int) -> Any:
+        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            records[index]["layer_input"] = args[0] if args else kwargs["hidden_states"]
 
-        def after(module, args, output):
+        def after(module: Any, args: Any, output: Any) -> None:
             records[index]["output"] = output[0]
 
         return before, after
 
     hooks = []
-    for index in layers:
-        layer, (before, after) = teacher.model.layers[index], hooks_of(index)
-        hooks.append(layer.register_forward_pre_hook(before))
-        hooks.append(layer.self_attn.register_forward_hook(after))
+    for index, name in names.items():
+        before, after = hooks_of(index)
+        layer, attention = (teacher.base_model.get_submodule(each) for each in (name.rpartition(".")[0], name))
+        hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(attention.register_forward_hook(after))
     try:
         yield records
     finally:
@@ -40,84 +41,100 @@ def _attention_records(teacher: Any, layers: list[int]) -> Iterator[dict[int, di
 
 
 class _Aligned(nn.Module):
-    """A layer of the student that is given the teacher's input, and keeps what it adds to it before its feed-forward
-    part."""
+    """A layer of the student that is given the teacher's input, and keeps what its attention and memory give."""
 
-    def __init__(self, layer: nn.Module, given: torch.Tensor):
+    def __init__(self, layer: nn.Module, attention: nn.Module, given: torch.Tensor):
         super().__init__()
-        self.layer, self.given = layer, given
+        self.layer, self.attention, self.given = layer, attention, given
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        before, after = (
-            self._norm(*names) for names in (("norm", "attention_norm"), ("mlp_norm", "feed_forward_norm"))
-        )
-        hooks = [
-            before.register_forward_hook(lambda module, args, normed: normed.detach()),
-            after.register_forward_pre_hook(self._keep),
-        ]
+    def __getattr__(self, name: str) -> Any:
         try:
-            self.layer.forward(self.given, *args, **kwargs)  # never checkpointed: what is kept lies inside
+            return super().__getattr__(name)
+        except AttributeError:  # a model may ask its layers what they are
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hooks = [
+            self.attention.register_forward_pre_hook(_detached, with_kwargs=True, prepend=True),
+            self.attention.register_forward_hook(self._keep),
+        ]
+        layer: Any = self.layer
+        is_checkpointed = getattr(layer, "gradient_checkpointing", False)
+        layer.gradient_checkpointing = False  # what is kept lies inside
+        try:
+            layer(self.given, *args, **kwargs)
         finally:
+            layer.gradient_checkpointing = is_checkpointed
             for hook in hooks:
                 hook.remove()
-        return x
+        return hidden_states
 
-    def _norm(self, *names: str) -> Any:
-        return next(getattr(self.layer, name) for name in names if hasattr(self.layer, name))
+    def _keep(self, module: Any, args: Any, output: Any) -> None:
+        self.added = output[0]
 
-    def _keep(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self.added = args[0] - self.given
+
+def _detached(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (args[0].detach(), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].detach()}
 
 
 class _Passed(nn.Module):
     """In the place of a layer that is not asked."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    __getattr__ = _Aligned.__getattr__
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
 
 
 def alignment_losses(
-    student: Student, teacher: PreTrainedModel, *, token_weights: torch.Tensor | None = None, **inputs: Any
+    student: Any, teacher: PreTrainedModel, *, token_weights: torch.Tensor | None = None, **inputs: Any
 ) -> dict[int, torch.Tensor]:
-    """How far each new mixer, or each attention with context states, is from the teacher's attention, given the
-    teacher's own input to it.
+    """How far each attention with a memory, or each memory in the place of one, is from the teacher's attention, given
+    the teacher's own input to it.
 
-    Σ w |mixer(u) - attention(u)|² / Σ w |attention(u)|² over the tokens, by layer; gradients reach the mixers, or
-    these attentions, alone. Documents of packed rows (`position_ids`) are kept apart.
+    Σ w |student(u) - attention(u)|² / Σ w |attention(u)|² over the tokens, by layer; gradients reach these attentions
+    and memories alone. Documents of packed rows (`position_ids`) are kept apart.
 
     Args:
         token_weights: w (B, L), such as `beyond_window` gives; by default every token counts alike.
         inputs: `input_ids` (B, L) and what else the teacher's forward takes; labels are left out.
     """
-    layers = sorted({int(name.split(".")[2]) for name in new_modules(student)})
+    known = attention_layers(student.config, student.config.teacher_type)
+    plan = student.config.plan.layers
+    names = {index: layer.name for index, layer in known.items() if plan[index].memory is not None}
     text = {name: value for name, value in inputs.items() if name != "labels"}
-    with torch.no_grad(), _attention_records(teacher, layers) as records:
-        teacher.model(**text, use_cache=False)
-    own: Any = student.model.layers
+    with torch.no_grad(), _attention_records(teacher, names) as records:
+        teacher.base_model(**text, use_cache=False)
+    base: Any = student.base_model
+    where = next(iter(known.values())).name.rpartition(".")[0].rpartition(".")[0]
+    own: Any = base.get_submodule(where)
     asked: dict[int, _Aligned] = {
-        index: _Aligned(own[index], records[index]["layer_input"].to(student.device)) for index in layers
+        index: _Aligned(own[index], base.get_submodule(name), records[index]["layer_input"].to(student.device))
+        for index, name in names.items()
     }
-    student.model.layers = nn.ModuleList(asked.get(index, _Passed()) for index in range(len(own)))
+    base.set_submodule(where, nn.ModuleList(asked.get(index, _Passed(layer)) for index, layer in enumerate(own)))
     try:
-        student.model(**text, use_cache=False)
+        base(**text, use_cache=False)
     finally:
-        student.model.layers = own
+        base.set_submodule(where, own)
     losses = {}
-    for index in layers:
+    for index, layer in asked.items():
         wanted = records[index]["output"].to(student.device).float()
         weights = torch.ones_like(wanted[..., :1]) if token_weights is None else token_weights.to(wanted)[..., None]
-        distance = (weights * (asked[index].added.float() - wanted).square()).sum()
+        distance = (weights * (layer.added.float() - wanted).square()).sum()
         losses[index] = distance / (weights * wanted.square()).sum()
     return losses
 
 
 def memory_window(config: Any) -> int | None:
-    """Tokens before its own that a student's window shows where something else is to remember what lies beyond:
-    context states of a BST, or Longhorn mixers beside windows. None where no layer has both."""
-    kinds = set(config.block_types)
-    if config.model_type == "bst":
-        return config.sliding_window if kinds - {"sliding_attention"} else None
-    return config.sliding_window - 1 if "hybrid_sliding" in kinds else None  # Longhorn's counts the token itself
+    """W of a student's windows where a memory beside them is to remember what lies beyond; None where there is none."""
+    return next((layer.window for layer in config.plan.layers if layer.is_windowed and layer.memory), None)
 
 
 def beyond_window(window: int, within: float, **inputs: torch.Tensor) -> torch.Tensor:
@@ -179,10 +196,17 @@ def _last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
+@torch.no_grad()
 def has_plain_head(model: Any) -> bool:
-    """Whether logits are one matrix times what the base model returns: no adapter, no shards."""
+    """Whether logits are one matrix times what the base model returns: no adapter, no shards, nothing that scales or
+    caps them."""
     head = model.get_output_embeddings()
-    return type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
+    if not (type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None):
+        return False
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with _last_hidden_states(model) as outputs:
+        logits = model(input_ids=one, use_cache=False).logits
+    return torch.allclose(logits.float(), head(outputs[0]).float(), rtol=1e-3, atol=1e-5)
 
 
 def fused_distillation_loss(

@@ -94,6 +94,18 @@ def recall_prompts(
     return [_in_tokens(tokens, max(1, windows - 1) * window, facts, draw) for _ in range(count)]
 
 
+def made_text(tokenizer: Any | None, length: int, seed: int = 0) -> torch.Tensor | None:
+    """Sentences of the small grammar, in the chat template where there is one: (1, length); None without a tokenizer
+    that has words."""
+    if tokenizer is None or len(words_of(tokenizer)) < LEAST_WORDS:
+        return None
+    filler, text, ids = sentences(random.Random(seed)), "", []
+    while len(ids) < length:
+        text = " ".join([text, *(next(filler) for _ in range(length // 8))]).strip()
+        ids = tokenizer(_opening(tokenizer, text), add_special_tokens=False)["input_ids"]
+    return torch.tensor([ids[:length]])
+
+
 def words_of(tokenizer: Any) -> list[str]:
     """The lower-case words of three to nine letters that are one token after a space, in alphabetical order."""
     special = set(tokenizer.all_special_ids)

@@ -1,22 +1,22 @@
 """Which layers a teacher recalls with: what recall loses when they get windows, one after the other.
 
 The probe needs no data (`recall_prompts`), no student and no training. Perplexity does not tell: a text is predicted
-nearly as well without any reach. Nor does a layer alone: several layers recall the same, so that each is missed little
-as long as the others reach. So layers go one after the other, the least needed of those that are left first.
+nearly as well without any reach. Removing one layer shows little, since others compensate: so layers are removed
+greedily, the least needed of those that are left first.
 
 What reaches back are the tokens of the question and of the answers. Those before them may be read in windows, in all
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from hf_hybrid_ssm.students.configuration import teacher_attention
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerOrGroup, LayerRanking, RecallScore
 from hf_hybrid_ssm.upcycle.probe_prompts import RecallPrompt, recall_prompts
-from hf_hybrid_ssm.upcycle.teachers import check_model_type
+from hf_hybrid_ssm.upcycle.teacher import Teacher
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, ReadText, maskable, window_mask, windowed_groups
 
 PROBE_WINDOW = 256
@@ -35,14 +35,13 @@ class NoRecallError(ValueError):
 
 @torch.inference_mode()
 def rank_layers_by_recall(
-    teacher: Any,
-    tokenizer: Any | None = None,
+    teacher: Teacher,
     window: int = PROBE_WINDOW,
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LayerRanking:
-    """The layers of a teacher by what recall loses without their reach.
+    """The layers of a teacher that see all tokens by what recall loses without their reach.
 
     A windowed layer sees `window` tokens before its own, and the first token. All layers reach at first; then those
     that recall misses least get windows, a third of those left at a time, from ten on one at a time. The first in the
@@ -50,27 +49,22 @@ def rank_layers_by_recall(
     about 2 n forwards of its question and answers alone.
 
     Args:
-        teacher: a causal language model that can be upcycled; not changed.
-        tokenizer: the teacher's; None: the prompts are random token ids.
         window: of the probe; it need not be the student's.
         prompts: others than `recall_prompts(tokenizer, vocab_size, window, seed=seed)`.
-        progress: wraps two sequences, as `tqdm` does: the prompts as they are read, and as they are tried in turns.
+        progress: wraps two sequences, as `tqdm` does: the prompts as they are read, and the forwards of their ends.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
             positions end before the prompts.
-        ValueError: it cannot be upcycled.
     """
-    prompts, own = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
-    layers = range(len(teacher.model.layers))
-    order, scores = _ranked(teacher, prompts, window, layers, progress)
+    prompts, own = _recalled_prompts(teacher, window, prompts, seed)
+    order, scores = _ranked(teacher, prompts, window, teacher.layers, progress)
     return LayerRanking("recall", order, scores, window, own)
 
 
 @torch.inference_mode()
 def rank_groups_by_recall(
-    teacher: Any,
-    tokenizer: Any | None = None,
+    teacher: Teacher,
     window: int = PROBE_WINDOW,
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
@@ -81,45 +75,50 @@ def rank_groups_by_recall(
     Not all groups of a layer recall, so that fewer of them keep as much. It takes as many times longer as a layer has
     groups. Arguments and errors are the same.
     """
-    prompts, own = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
-    order, scores = _ranked(teacher, prompts, window, groups_of(teacher.config), progress)
+    prompts, own = _recalled_prompts(teacher, window, prompts, seed)
+    parts = [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
+    order, scores = _ranked(teacher, prompts, window, parts, progress)
     return LayerRanking("group_recall", order, scores, window, own)
 
 
-def groups_of(config: Any) -> list[tuple[int, int]]:
-    """All key/value groups of a teacher, (layer, group)."""
-    groups = range(config.num_key_value_heads)
-    return [(layer, group) for layer in range(config.num_hidden_layers) for group in groups]
-
-
 def _recalled_prompts(
-    teacher: Any, tokenizer: Any | None, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
+    teacher: Teacher, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
 ) -> tuple[Sequence[RecallPrompt], RecallScore]:
     """The prompts of a ranking, and what the teacher recalls of them: enough, or there is none."""
-    check_model_type(teacher.config)
-    prompts = _prompts(teacher, tokenizer, window, prompts, seed)
+    if prompts is None:
+        prompts = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, window, seed=seed)
+    longest, most = max(prompt.input_ids.shape[1] for prompt in prompts), teacher.config.max_position_embeddings
+    if longest > most:
+        raise NoRecallError(
+            f"window={window} makes prompts of {longest} tokens, but the teacher has max_position_embeddings={most}: "
+            "give a shorter window."
+        )
     own = recall_of(teacher, prompts, window)
     if own.right < ENOUGH:
         raise NoRecallError(
             f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
-            'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
+            'the ranking is noise. Choose by "kl" or "even", or give a list of layers.'
         )
     return prompts, own
 
 
 def _ranked(
-    teacher: Any, prompts: Sequence[RecallPrompt], window: int, parts: Sequence[Part], progress: Progress | None
+    teacher: Teacher, prompts: Sequence[RecallPrompt], window: int, parts: Sequence[Part], progress: Progress | None
 ) -> tuple[list[Part], dict[Part, float]]:
     """Layers, or groups of layers, most needed first; and what is lost with each when its turn comes."""
     order: list[Part] = []
     scores: dict[Part, float] = {}
+    wrapped: Any = progress or list
     with maskable(teacher):
-        endings = [_Ending(teacher, prompt, window) for prompt in (progress or list)(prompts)]
-        turns = _turns(len(parts))
-        steps = iter((progress or list)(endings * len(turns)))
-        left = list(parts)
+        endings = [_Ending(teacher, prompt, window) for prompt in wrapped(prompts)]
+        turns, left, forwards = _turns(len(parts)), list(parts), 0
         for leave in turns:
-            lost = _lost(islice(steps, len(endings)), left, order)
+            forwards += len(endings) * (len(parts) + 1)
+            parts = parts[leave:]
+        steps = iter(wrapped(range(forwards)))  # alike, so that the time that is left can be told
+        parts = list(left)
+        for leave in turns:
+            lost = _lost(steps, endings, left, order)
             least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))[:leave]
             scores |= {part: lost[part] for part in least}
             order += least
@@ -140,14 +139,24 @@ def _turns(parts: int) -> list[int]:
 class _Ending:
     """The question and answers of a prompt, after a text that is read in windows."""
 
-    def __init__(self, teacher: Any, prompt: RecallPrompt, window: int):
-        ids, length, first = prompt.input_ids.to(teacher.device), prompt.input_ids.shape[1], prompt.question
-        self._mask = window_mask(length, window, device=teacher.device, first=first)
-        self._replay = LayerReplay(teacher, ids[:, first:], past=ReadText.in_windows(teacher, ids[:, :first], window))
+    def __init__(self, teacher: Teacher, prompt: RecallPrompt, window: int):
+        device = teacher.model.device
+        ids, length, first = prompt.input_ids.to(device), prompt.input_ids.shape[1], prompt.question
+        self._others: torch.Tensor | None = None
+        past = None
+        if any(kind == "none" for kind, _ in teacher_attention(teacher.config)):  # its state cannot be read twice
+            causal = window_mask(length, length, device=device)
+            self._mask = window_mask(length, window, device=device)
+            self._others = torch.where(torch.arange(length, device=device)[:, None] < first, self._mask, causal)
+            first = 0
+        else:
+            self._mask = window_mask(length, window, device=device, first=first)
+            past = ReadText.in_windows(teacher, ids[:, :first], window)
+        self._replay = LayerReplay(teacher, ids[:, first:], past=past)
         self._teacher = teacher
         self._windowed: Sequence[LayerOrGroup] = ()
         self._of_groups: dict[frozenset[int], torch.Tensor] = {}
-        self._answers = prompt.positions.to(teacher.device) - 1 - first, _recalled(prompt).to(teacher.device)
+        self._answers = prompt.positions.to(device) - 1 - first, _recalled(prompt).to(device)
 
     def compare_with(self, windowed: Sequence[LayerOrGroup]) -> torch.Tensor:
         """Log-probabilities (N,) of the answers with these parts windowed, and the start of what follows."""
@@ -161,25 +170,27 @@ class _Ending:
         return _log_probabilities(self._teacher, states, self._answers)[0]
 
     def _masks(self, parts: Sequence[LayerOrGroup]) -> dict[int, torch.Tensor]:
-        return _masks(self._mask, parts, self._teacher.config, self._of_groups)
+        masks = _masks(self._teacher, self._mask, parts, self._others, self._of_groups)
+        return masks if self._others is None else dict.fromkeys(self._teacher.layers, self._others) | masks
 
 
-def _lost(endings: Iterable[_Ending], parts: Sequence[Part], windowed: Sequence[Part]) -> dict[Part, float]:
-    """What the mean log-probability loses when a part gets a window as others have already."""
+def _lost(
+    steps: Iterator[Any], endings: Sequence[_Ending], parts: Sequence[Part], windowed: Sequence[Part]
+) -> dict[Part, float]:
+    """What the mean log-probability loses when a part gets a window as others have already; a step a forward."""
     lost: dict[Part, list[torch.Tensor]] = {part: [] for part in parts}
     for ending in endings:
+        next(steps)
         whole = ending.compare_with(windowed)
         for part in parts:
+            next(steps)
             lost[part].append(whole - ending.without(part))
     return {part: float(torch.cat(found).double().mean()) for part, found in lost.items()}
 
 
 @torch.inference_mode()
 def recall_of(
-    teacher: Any,
-    prompts: Sequence[RecallPrompt],
-    window: int,
-    windowed: Collection[LayerOrGroup] = (),
+    teacher: Teacher, prompts: Sequence[RecallPrompt], window: int, windowed: Collection[LayerOrGroup] = ()
 ) -> RecallScore:
     """What a teacher recalls of the prompts with some layers windowed, all at once.
 
@@ -189,19 +200,21 @@ def recall_of(
     total, right, count = 0.0, 0, 0
     with maskable(teacher):
         for prompt in prompts:
-            replay = LayerReplay(teacher, prompt.input_ids.to(teacher.device))
-            answers = prompt.positions.to(teacher.device) - 1, _recalled(prompt).to(teacher.device)
-            mask = window_mask(replay.length, window, device=teacher.device)
-            states = replay.hidden_states(_masks(mask, windowed, teacher.config))
+            device = teacher.model.device
+            replay = LayerReplay(teacher, prompt.input_ids.to(device))
+            answers = prompt.positions.to(device) - 1, _recalled(prompt).to(device)
+            mask = window_mask(replay.length, window, device=device)
+            states = replay.hidden_states(_masks(teacher, mask, windowed))
             logs, first = _log_probabilities(teacher, states, answers)
             total, right, count = total + float(logs.sum()), right + int(first.sum()), count + len(logs)
     return RecallScore(total / count, right / count)
 
 
 def _masks(
+    teacher: Teacher,
     mask: torch.Tensor,
     windowed: Collection[LayerOrGroup],
-    config: Any,
+    others: torch.Tensor | None = None,
     made: dict[frozenset[int], torch.Tensor] | None = None,
 ) -> dict[int, torch.Tensor]:
     """By layer; where they are `made` once, the same ones for the same groups, as a replay tells masks apart by what
@@ -215,23 +228,9 @@ def _masks(
     for layer, of_layer in groups.items():
         key = frozenset(of_layer)
         if key not in made:
-            made[key] = windowed_groups(mask, key, config.num_attention_heads, config.num_key_value_heads)
+            made[key] = windowed_groups(mask, key, teacher.config.num_attention_heads, teacher.groups, others)
         masks[layer] = made[key]
     return masks
-
-
-def _prompts(
-    teacher: Any, tokenizer: Any | None, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
-) -> Sequence[RecallPrompt]:
-    if prompts is None:
-        prompts = recall_prompts(tokenizer, teacher.config.vocab_size, window, seed=seed)
-    longest = max(prompt.input_ids.shape[1] for prompt in prompts)
-    if longest > teacher.config.max_position_embeddings:
-        raise NoRecallError(
-            f"window={window} makes prompts of {longest} tokens, but the teacher has "
-            f"max_position_embeddings={teacher.config.max_position_embeddings}: give a shorter window."
-        )
-    return prompts
 
 
 def _recalled(prompt: RecallPrompt) -> torch.Tensor:
@@ -240,10 +239,10 @@ def _recalled(prompt: RecallPrompt) -> torch.Tensor:
 
 
 def _log_probabilities(
-    teacher: Any, states: torch.Tensor, answers: tuple[torch.Tensor, torch.Tensor]
+    teacher: Teacher, states: torch.Tensor, answers: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the tokens to recall, float32 (N,), and whether each is the first choice, bool (N,)."""
     positions, tokens = answers
-    logits = teacher.lm_head(states[0, positions]).float()
+    logits = teacher.logits(states[:, positions])[0].float()
     log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return log_probabilities, logits.argmax(-1) == tokens

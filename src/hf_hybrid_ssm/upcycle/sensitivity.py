@@ -1,40 +1,40 @@
-"""Which attention layers a model needs most."""
+"""Which attention layers a teacher needs most."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
+from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 
 @torch.inference_mode()
-def attention_sensitivity(teacher: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> list[float]:
-    """How much the loss rises, in nats per token, when the attention of a layer adds nothing; by layer.
-
-    The layers with the largest values are those to `keep`.
+def rank_layers_by_sensitivity(
+    teacher: Teacher, texts: Sequence[torch.Tensor], progress: Callable[[Sequence[Any]], Any] | None = None
+) -> LayerRanking:
+    """The layers that see all tokens by how much the loss rises, in nats per token, when their attention adds nothing.
 
     Args:
-        batches: `input_ids` (B, L) and optionally `attention_mask`; a few thousand tokens are enough to rank layers.
+        texts: token ids (B, L) each; a few thousand tokens are enough.
+        progress: wraps the sequence of layers, as `tqdm` does.
     """
-    texts = [dict(batch) for batch in batches]
     if not texts:
-        raise ValueError("batches is empty: give some text to measure with.")
+        raise ValueError("texts is empty: give some token ids.")
+    model = teacher.model
 
     def loss() -> float:
-        total = 0.0
-        for batch in texts:
-            total += teacher(**batch, labels=batch["input_ids"], use_cache=False).loss.item()
-        return total / len(texts)
+        ids = [text.to(model.device) for text in texts]
+        return sum(model(text, labels=text, use_cache=False).loss.item() for text in ids) / len(ids)
 
-    def silent(module, args, output):
+    def silent(module: Any, args: Any, output: Any) -> Any:
         return (torch.zeros_like(output[0]), *output[1:])
 
-    whole = loss()
-    rises = []
-    for layer in teacher.model.layers:
-        hook = layer.self_attn.register_forward_hook(silent)
+    whole, rises, layers = loss(), {}, teacher.layers
+    for layer in layers if progress is None else progress(layers):
+        hook = teacher.attention_of(layer).register_forward_hook(silent)
         try:
-            rises.append(loss() - whole)
+            rises[layer] = loss() - whole
         finally:
             hook.remove()
-    return rises
+    return ranking_of(rises, "sensitivity")

@@ -1,184 +1,172 @@
-"""From a teacher to its student: the weights that carry over, and the list of those that do not."""
+"""From a teacher to its student: the same weights, and what is new beside them."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.bst.attention import ContextAttention, StateAttention
-from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
-from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornBlock, LonghornForCausalLM, LonghornHybridBlock
-from hf_hybrid_ssm.upcycle.choice import WINDOW, LayerChoice, choose_layers
-from hf_hybrid_ssm.upcycle.configurations import student_config
-from hf_hybrid_ssm.upcycle.context_states import init_context
-from hf_hybrid_ssm.upcycle.mixer_heads import close_output, init_from_heads
-from hf_hybrid_ssm.upcycle.projections import init_from_attention
-from hf_hybrid_ssm.upcycle.sinks import init_sinks
-from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
+from hf_hybrid_ssm.hub.configurations import without_memory
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
+from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
+from hf_hybrid_ssm.students.modeling import student_class
+from hf_hybrid_ssm.students.sinks import ConstantSink
+from hf_hybrid_ssm.students.teacher import attention_layers, class_of
+from hf_hybrid_ssm.upcycle.choice import Keep, LayerChoice, choose_layers
+from hf_hybrid_ssm.upcycle.divergence import text_of
+from hf_hybrid_ssm.upcycle.probe_prompts import made_text
+from hf_hybrid_ssm.upcycle.teacher import Teacher
 
-Student = LonghornForCausalLM | BstForCausalLM
-STUDENTS: dict[str, type[Student]] = {"longhorn": LonghornForCausalLM, "bst": BstForCausalLM}
-NAMES = {
-    "longhorn": {".input_layernorm.": ".norm.", ".post_attention_layernorm.": ".mlp_norm."},
-    "bst": {
-        ".input_layernorm.": ".attention_norm.",
-        ".post_attention_layernorm.": ".feed_forward_norm.",
-        ".self_attn.": ".attention.",
-        ".mlp.": ".feed_forward.",
-    },
-}
+ATTN_SCALE = 0.1
+"""As in Llama 4."""
 INITS = ("projections", "random")
-TRANSLATED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "v_proj.bias", "o_proj.weight", "o_proj.bias")
+AUTO = "auto"
+BEYOND = 512
+"""Tokens of a text whose window has left the first one, by which sinks are chosen."""
 
 
 @dataclass
 class UpcycleReport:
-    """What became of the teacher's weights, by parameter name.
+    """What became of a teacher.
 
     Attributes:
-        copied: in the student, the same values.
-        translated: of attention that was replaced; the new mixer starts from them.
-        dropped: of attention that was replaced; nothing of them is left.
-        new: of the student, with no counterpart in the teacher.
-        choice: which layers were kept, and why; None where no layers are kept as they are.
+        choice: which layers keep their attention to all tokens, and why.
+        sink: which sink the windows have, and why; None where it was given.
+        copied: tensors that are the teacher's, by name.
+        dropped: of the teacher's, those of attention that a memory has replaced.
+        new: of the student, those that its teacher does not have.
     """
 
+    choice: LayerChoice
+    sink: SinkChoice | None = None
     copied: list[str] = field(default_factory=list)
-    translated: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
-    choice: LayerChoice | None = None
 
     def __str__(self) -> str:
-        lines = [] if self.choice is None else [str(self.choice)]
-        lines.append(f"{len(self.copied)} tensors are copied.")
-        for name in ("translated", "dropped", "new"):
+        lines = [str(self.choice)] + ([] if self.sink is None else [str(self.sink)])
+        lines.append(f"{len(self.copied)} tensors are the teacher's.")
+        for name in ("dropped", "new"):
             if names := getattr(self, name):
                 lines.append(f"{name}: {', '.join(names)}")
         return "\n".join(lines)
 
 
+def config_of(
+    teacher: PreTrainedConfig,
+    keep: Keep | LayerChoice,
+    *,
+    memory: str | None = None,
+    instead: bool = False,
+    memory_layers: Sequence[int] | None = None,
+    sink: str | None = AUTO,
+    attn_scale: float | None = None,
+    window_dropout: float = 0.0,
+    **memory_fields: Any,
+) -> HybridStudentConfig:
+    """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
+    are the same."""
+    parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
+    if sink == AUTO:
+        sink = (
+            "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        )
+    plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
+    plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
+    config = student_config(teacher, **plan, **memory_fields)
+    own = teacher_attention(teacher)
+    if not any(kind == "full" for kind, _ in own):
+        raise ValueError(
+            f"no layer of the teacher (model_type={teacher.model_type!r}) sees all tokens: its cache does not grow."
+        )
+    if attn_scale is None:
+        made = [layer for layer, (kind, _) in zip(config.plan.layers, own) if kind == "full"]
+        with_sinks = any(layer.sink is not None for layer in made)
+        sees_all = any(layer.attention == "full" or layer.groups for layer in made)
+        attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
+    config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
+    if memory is not None:  # its fields are checked as it is made
+        without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
+    return config
+
+
 @torch.no_grad()
 def upcycle(
-    teacher: PreTrainedModel,
-    keep: float | Sequence[Any] | None = None,
-    keep_as: str | None = None,
+    teacher: Teacher,
+    keep: Keep | LayerChoice | None = None,
+    *,
+    memory: str | None = None,
+    instead: bool = False,
+    memory_layers: Sequence[int] | None = None,
+    sink: str | None = AUTO,
+    attn_scale: float | None = None,
     init: str = "projections",
-    family: str = "longhorn",
-    others_as: str | None = None,
-    keep_by: str | None = None,
-    tokenizer: Any | None = None,
-    **fields: Any,
-) -> tuple[Student, UpcycleReport]:
-    """A hybrid that starts from a trained transformer.
+    window_dropout: float = 0.0,
+    text: torch.Tensor | None = None,
+    **memory_fields: Any,
+) -> tuple[Any, UpcycleReport]:
+    """A student that starts from a trained transformer: of its own class, with its weights, and windows in most layers.
 
-    Embeddings, norms, feed-forward layers and head are copied. In a Longhorn hybrid the attention layers to `keep` are
-    copied too. A mixer takes the place of every other attention, or with `others_as` that is copied as well and sees a
-    window; a mixer beside it ("hybrid_sliding") has an output projection of zero. In a Block-State Transformer all
-    attention is copied and sees `sliding_window` tokens before its own; the layers in `ssm_layers` also attend to
-    context states, whose half of the output projection is zero. Windows have a constant sink (`init_sinks`) where the
-    teacher saw all tokens. Until it is trained, a student in which no mixer takes the place of attention is its
-    teacher with windows, and the teacher itself within the window.
+    Until it is trained, a student in which no memory takes the place of attention is its teacher with windows, and the
+    teacher itself within the window.
 
     Args:
-        teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
-        keep, keep_as, family, others_as, fields: as of `student_config`.
-        keep_by: how a count or share of layers is chosen, as of `choose_layers`, or of key/value groups
-            ("group_recall"); None: by recall, evenly spaced with a warning if the teacher does not recall.
-        tokenizer: the teacher's, for recall, and for sinks: whether all texts begin with one token.
-        init: new mixers start from the "projections" of the attention that they replace (see `init_from_attention`) or
-            stand beside (see `init_from_heads`), context states from those of the attention beside them (see
-            `init_context`); or all of them "random".
+        teacher: not changed.
+        keep: what keeps its attention to all tokens (`Keep`), or what `choose_layers` chose of it.
+        memory: "longhorn", a mixer, or "context", context states of a Block-State Transformer; beside the windows.
+        instead: the memory ("longhorn") takes the place of attention.
+        memory_layers: those of the layers with windows that have it; None: all.
+        sink: of the windows: "constant", "first_token" or None (see `hf_hybrid_ssm.students.sinks`); "auto": constant
+            where that is as good on a text (see `choose_sink`), else the first token.
+        attn_scale: of queries that see all tokens (see `Student`): few layers find one token among many with sharper
+            queries. None: 0.1 where some see all tokens beside windows with sinks, else 0.
+        init: memories start from the "projections" of the attention that they stand beside or replace, or "random".
+        window_dropout: in training, the share of rows in which a memory beside a window is all that there is.
+        text: token ids (B, L) from first tokens on, for "auto"; None: made sentences, or what the teacher writes.
+        memory_fields: of the memory's configuration, `LonghornConfig` or `BstConfig`.
 
     Returns:
-        The student, in the teacher's dtype and on its device, and what became of each weight.
+        The student, in the teacher's dtype and on its device, and what became of the teacher.
 
     Raises:
-        ValueError: as of `student_config`, `init` is unknown, or the teacher holds more, less or other than the plain
-            weights of its configuration: compiled, quantized, offloaded, with an adapter, without its head.
+        ValueError: as of `choose_layers` and `student_config`; or no layer of the teacher sees all tokens.
     """
     if init not in INITS:
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
-    check_weights(teacher)
-    choice = _choice(teacher, keep, keep_by, tokenizer, family, fields)
-    layers = keep if choice is None else choice.layers
-    config = student_config(teacher.config, layers, keep_as, family, others_as, **fields)
-    student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
-    report = UpcycleReport(choice=choice)
-    weights, wanted = teacher.state_dict(), student.state_dict()
-    filled = set()
-    for name, value in weights.items():
-        target = name
-        for theirs, ours in NAMES[family].items():
-            target = target.replace(theirs, ours)
-        if target in wanted:
-            report.new += _copy(value, wanted[target], target)
-            filled.add(target)
-            report.copied.append(name)
-        elif init == "projections" and name.endswith(TRANSLATED):
-            report.translated.append(name)
-        else:
-            report.dropped.append(name)
-    report.new += sorted(wanted.keys() - filled)
-    for old, new in zip(teacher.model.layers, student.model.layers):
-        _init_new(old, new, init)
-    init_sinks(student, teacher, tokenizer)
-    student.generation_config = copy.deepcopy(teacher.generation_config)
+    keep = Keep() if keep is None else keep
+    options: dict[str, Any] = {
+        "memory": memory, "instead": instead, "memory_layers": memory_layers, "sink": sink, "attn_scale": attn_scale,
+        "window_dropout": window_dropout, **memory_fields,
+    }  # fmt: skip
+    config_of(teacher.config, keep, **options)  # refuses before anything takes long
+    choice = choose_layers(teacher, keep) if isinstance(keep, Keep) else keep
+    student = student_of(teacher.model, config_of(teacher.config, choice, **options), teacher.tokenizer)
+    if memory is not None and init == "projections":
+        init_memories(student, teacher.model)
+    tested = None
+    if sink == AUTO and constant_sinks(student):
+        if text is None:
+            text = _text(teacher, keep.window)
+        if text.shape[1] > keep.window + 2:
+            tested = choose_sink(student, text)
+    own, ours = teacher.model.state_dict().keys(), student.state_dict().keys()
+    report = UpcycleReport(choice, tested, sorted(own & ours), sorted(own - ours), sorted(ours - own))
     return student, report
 
 
-def _choice(
-    teacher: Any, keep: Any, keep_by: str | None, tokenizer: Any | None, family: str, fields: dict[str, Any]
-) -> LayerChoice | None:
-    """The layers of a Longhorn hybrid that keep their attention; refuses what a Block-State Transformer cannot use."""
-    if family != "longhorn":
-        if keep_by is not None:
-            raise ValueError(
-                f"keep_by={keep_by!r} is for Longhorn: in a BST all layers keep their attention as a window."
-            )
-        return None
-    keep = 0.25 if keep is None else keep
-    return choose_layers(teacher, keep, keep_by, tokenizer, window=fields.get("sliding_window") or WINDOW)
+def _text(teacher: Teacher, window: int) -> torch.Tensor:
+    """A text for `choose_sink`, (1, L): some tokens more than a window, or what the teacher has positions for."""
+    length = min(window + 2 + BEYOND, teacher.config.max_position_embeddings)
+    text = made_text(teacher.tokenizer, length)
+    return text_of(teacher, 1, length) if text is None else text
 
 
-def _init_new(old: Any, new: Any, init: str) -> None:
-    """What a layer has beyond that of its teacher."""
-    if isinstance(new, LonghornHybridBlock):
-        if init == "projections":
-            assert new.self_attn.window.left is not None  # such layers have a window
-            init_from_heads(new.mixer, old.self_attn, new.norm, new.self_attn.window.left + 1)
-        close_output(new.mixer)
-    elif init != "projections":
-        return
-    elif isinstance(new, LonghornBlock):
-        if new.is_recurrent:
-            init_from_attention(new.mixer, old.self_attn)
-    elif isinstance(new.attention, ContextAttention):
-        init_context(new.attention, new.attention_norm)
+def new_modules(student: Any) -> list[str]:
+    """The memories of a student, by name."""
+    return [name for name, _ in student.named_modules() if name.endswith(".memory")]
 
 
-def _copy(value: torch.Tensor, target: torch.Tensor, name: str) -> list[str]:
-    """Copy a weight; an output projection of the student may have more inputs, which are closed and named."""
-    if not name.endswith("o_proj.weight") or target.shape == value.shape:
-        target.copy_(value)
-        return []
-    target.zero_()
-    target[:, : value.shape[1]].copy_(value)
-    return [f"{name}[:, {value.shape[1]}:] (zero)"]
-
-
-def new_modules(student: Student) -> list[str]:
-    """The modules that upcycling put in, by name: mixers; or context states, what reads them and what adds them."""
-    names = []
-    layer: Any
-    for index, layer in enumerate(student.model.layers):
-        if isinstance(student, BstForCausalLM):
-            if isinstance(layer.attention, StateAttention):
-                kind = "context" if isinstance(layer.attention, ContextAttention) else "recurrent"
-                names += [f"model.layers.{index}.attention.{part}" for part in (kind, "context_q_proj", "o_proj")]
-        elif hasattr(layer, "mixer"):
-            names.append(f"model.layers.{index}.mixer")
-    return names
+def constant_sinks(student: Any) -> list[str]:
+    """The constant sinks of a student, by name."""
+    return [name for name, module in student.named_modules() if isinstance(module, ConstantSink)]

@@ -17,10 +17,10 @@ scores s = q · k / √N. That is softmax attention to a long past, to first ord
 from typing import Any
 
 import torch
-from torch import nn
 
-from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from hf_hybrid_ssm.upcycle.projections import inverse_silu
+from hf_hybrid_ssm.students.initial_projections import inverse_silu, scaling_of
+from hf_hybrid_ssm.students.memory import HeadMixer
+from hf_hybrid_ssm.students.norm_gains import gain_of
 
 MEMORIES = (1.0, 16.0)
 """Shortest and longest memory of the heads, in windows; a single one has their geometric mean."""
@@ -28,23 +28,25 @@ LARGEST_BETA = 0.5
 
 
 @torch.no_grad()
-def init_from_heads(mixer: LonghornMixer, attention: Any, norm: nn.Module, window: int) -> None:
-    """Set the weights of `mixer` from those of a Llama-like attention of the same width (the module's text says how).
+def init_from_heads(mixer: HeadMixer, attention: Any, input_gain: torch.Tensor, window: int) -> None:
+    """Set the weights of `mixer` from those of the attention beside it (the module's text says how); its output
+    projection stays as it is.
 
     A head's channels beyond the pairs of its values keep their initial values.
 
     Args:
-        norm: of the block's input, an RMSNorm.
-        window: the tokens that the attention beside the mixer sees.
+        attention: of queries, keys, values and output, each projected by itself.
+        input_gain: (d,), of the norm of its input (see `norm_gains`).
+        window: the tokens that the attention sees.
 
     Raises:
         ValueError: the mixer has other heads than the attention, too few channels for their values, or no biases.
     """
     size = attention.head_dim
     heads, groups = attention.q_proj.out_features // size, attention.k_proj.out_features // size
-    _check(mixer, heads, size, has_norms=getattr(attention, "q_norm", None) is not None)
-    energies = _key_energies(attention, norm, groups).repeat_interleave(heads // groups)
-    _carry_keys_and_queries(mixer, attention, heads // groups, energies / size**1.5)
+    _check(mixer, heads, size)
+    energies = _key_energies(attention, input_gain, groups).repeat_interleave(heads // groups)
+    _carry_keys_and_queries(mixer, attention, heads // groups, energies / size * scaling_of(attention))
     shares = torch.linspace(0, 1, heads) if heads > 1 else torch.tensor([0.5])
     memories = window * MEMORIES[0] * (MEMORIES[1] / MEMORIES[0]) ** shares.to(energies)
     beta = (size / (memories * energies)).clamp(max=LARGEST_BETA)
@@ -53,32 +55,17 @@ def init_from_heads(mixer: LonghornMixer, attention: Any, norm: nn.Module, windo
     mixer.dt_bias.copy_(torch.logit(beta).repeat_interleave(channels))
     mixer.D.zero_()
     _carry_values(mixer, attention, heads // groups, channels)
-    close_output(mixer)
 
 
-@torch.no_grad()
-def close_output(mixer: LonghornMixer) -> None:
-    """Let the mixer's output start at zero."""
-    mixer.out_proj.weight.zero_()
-    if mixer.out_proj.bias is not None:
-        mixer.out_proj.bias.zero_()
-
-
-def _check(mixer: LonghornMixer, heads: int, size: int, has_norms: bool) -> None:
+def _check(mixer: HeadMixer, heads: int, size: int) -> None:
     wanted = {"num_heads": heads, "state_size": size}
     if other := [name for name, value in wanted.items() if getattr(mixer, name) != value]:
         raise ValueError(
             f"{', '.join(f'{name}={getattr(mixer, name)}' for name in other)} of the mixer, but the attention's heads "
             f"need {', '.join(f'{name}={wanted[name]}' for name in other)}."
         )
-    if mixer.q_proj is None or mixer.k_proj is None:
-        raise ValueError("use_qk_proj=False: the attention's keys and queries are maps of the block's input.")
     if mixer.in_proj.bias is None:
         raise ValueError("use_bias=False: a mixer that starts from attention needs the biases of its projections.")
-    if (mixer.q_norm is not None) != has_norms:
-        raise ValueError(
-            f"use_qk_norm={mixer.q_norm is not None} of the mixer must be {has_norms}, as of the attention."
-        )
     if 2 * heads * size > len(mixer.D):
         raise ValueError(
             f"the values of {heads} heads have {heads * size} channels, which need {2 * heads * size} of the mixer "
@@ -86,11 +73,11 @@ def _check(mixer: LonghornMixer, heads: int, size: int, has_norms: bool) -> None
         )
 
 
-def _key_energies(attention: Any, norm: Any, groups: int) -> torch.Tensor:
+def _key_energies(attention: Any, input_gain: torch.Tensor, groups: int) -> torch.Tensor:
     """E|k|² of each group (G,), in float64."""
     if getattr(attention, "k_norm", None) is not None:
-        return attention.k_norm.weight.double().square().sum().expand(groups)
-    energy = (attention.k_proj.weight.double() * norm.weight.double()).square().sum(1)
+        return gain_of(attention.k_norm, attention.head_dim).square().sum().expand(groups)
+    energy = (attention.k_proj.weight.double() * input_gain).square().sum(1)
     if attention.k_proj.bias is not None:
         energy = energy + attention.k_proj.bias.double().square()
     return energy.unflatten(0, (groups, -1)).sum(1)
@@ -110,9 +97,10 @@ def _carry_keys_and_queries(mixer: Any, attention: Any, shared: int, scale: torc
         if mixer.q_norm is None:
             queries = queries * scale.view(-1, *[1] * (queries.dim() - 1))
         ours[1].copy_(queries.flatten(0, 1))
-    if mixer.q_norm is not None:  # after it; all heads have the same scale then
+    if mixer.q_norm is not None:  # a copy of the attention's; scaled after it, where all heads have the same scale
+        gain = gain_of(attention.q_norm, size)
         mixer.k_norm.load_state_dict(attention.k_norm.state_dict())
-        mixer.q_norm.weight.copy_(attention.q_norm.weight.double() * scale[0])
+        mixer.q_norm.weight.copy_(attention.q_norm.weight.double() + (scale[0] - 1) * gain)
 
 
 def _carry_values(mixer: Any, attention: Any, shared: int, channels: int) -> None:

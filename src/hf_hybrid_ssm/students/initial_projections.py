@@ -38,16 +38,21 @@ def inverse_silu(value: float) -> float:
     return b
 
 
+def scaling_of(attention: Any) -> float:
+    """What its q·k is multiplied by."""
+    return getattr(attention, "scaling", None) or 1 / math.sqrt(attention.head_dim)
+
+
 def score_factors(attention: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys (rank, hidden size) each, whose products are the best fit to the heads' mean scores.
 
-    Q' K = the leading `rank` singular triples of mean_h W_q^h' W_k^h / sqrt(head_dim).
+    Q' K = the leading `rank` singular triples of mean_h W_q^h' W_k^h, times what the attention multiplies q·k by.
     """
     head_dim = attention.head_dim
     queries = attention.q_proj.weight.double().unflatten(0, (-1, head_dim))  # (H, e, M)
     keys = attention.k_proj.weight.double().unflatten(0, (-1, head_dim))
     keys = keys.repeat_interleave(len(queries) // len(keys), dim=0)
-    scores = torch.einsum("hem,hen->mn", queries, keys) / (len(queries) * math.sqrt(head_dim))
+    scores = torch.einsum("hem,hen->mn", queries, keys) * (scaling_of(attention) / len(queries))
     left, values, right = torch.linalg.svd(scores)
     scale = values[:rank].sqrt().unsqueeze(1)
     return left.T[:rank] * scale, right[:rank] * scale
@@ -55,18 +60,20 @@ def score_factors(attention: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor
 
 @torch.no_grad()
 def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
-    """Set the weights of `mixer` from those of a Llama-like attention of the same width (the module's text says how).
+    """Set the weights of `mixer` from those of the attention that it replaces (the module's text says how).
 
     Channels beyond the values' pairs keep their initial values, and do not reach the output yet.
+
+    Args:
+        attention: of queries, keys, values and output, each projected by itself.
 
     Raises:
         ValueError: the mixer has several heads, no bias, or too few channels for the values.
     """
-    if mixer.num_heads > 1 or mixer.q_proj is not None:
+    if mixer.num_heads > 1:
         raise ValueError(
-            f"num_heads={mixer.num_heads}, use_qk_proj={mixer.q_proj is not None}: a mixer in the place of attention "
-            "starts from one pair of keys and queries, projected from its channels. With others_as='hybrid_sliding' "
-            "it has the attention's heads."
+            f"num_heads={mixer.num_heads}: a mixer in the place of attention starts from one pair of keys and queries, "
+            "projected from its channels. Give num_heads=1; one beside a window has the attention's heads."
         )
     channels, rank, states = len(mixer.D), mixer.projection_sizes[0], mixer.state_size
     values = attention.v_proj.weight.double()  # (KV heads x e, M)

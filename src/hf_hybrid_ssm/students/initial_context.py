@@ -7,43 +7,50 @@ and c = a / 2 its kernel 2 c b (1 - e^{-Δa}) / a e^{-Δa t} is a weighted mean 
 discretisation. The other modes keep their dynamics and start silent; so does the skip term.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
-from hf_hybrid_ssm.models.bst.attention import ContextAttention
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
+from hf_hybrid_ssm.students.initial_projections import scaling_of
+from hf_hybrid_ssm.students.memory import ContextMemory
+from hf_hybrid_ssm.students.norm_gains import gain_of
 
 WINDOWS = (0.25, 16.0)
 """Shortest and longest memory of several filters, in windows of attention; a single one has their geometric mean."""
 
 
 @torch.no_grad()
-def init_context(attention: ContextAttention, norm: nn.Module) -> None:
-    """Set the weights of a layer's context states, and of what reads them, from those of its attention to tokens.
+def init_context(memory: ContextMemory, attention: Any, input_gain: torch.Tensor) -> None:
+    """Set the weights of context states, and of what reads them, from those of the attention beside them; the output
+    projection stays as it is.
 
     State-space models other than S4D keep their own initial values.
 
     Args:
-        norm: that of the attention's input.
+        attention: of queries, keys, values and output, each projected by itself.
+        input_gain: (d,), of the norm of its input (see `norm_gains`).
     """
-    if not isinstance(attention, ContextAttention):
-        raise ValueError("attention has no context states: its layer is not one of ssm_layers.")
-    context = attention.context
-    attention.context_q_proj.load_state_dict(attention.q_proj.state_dict())
-    if attention.context_q_norm is not None and attention.q_norm is not None and attention.k_norm is not None:
-        attention.context_q_norm.load_state_dict(attention.q_norm.state_dict())
-        if context.k_norm is not None:
-            context.k_norm.load_state_dict(attention.k_norm.state_dict())
+    context, size = memory.context, attention.head_dim
+    memory.q_proj.load_state_dict(attention.q_proj.state_dict())
+    sharpness = scaling_of(attention) * math.sqrt(size)  # context states are read with q·k / √e
+    if memory.q_norm is not None:
+        memory.q_norm.weight.copy_(gain_of(attention.q_norm, size) * sharpness)
+    else:
+        for parameter in memory.q_proj.parameters():
+            parameter.mul_(sharpness)
+    if context.k_norm is not None:
+        context.k_norm.weight.copy_(gain_of(attention.k_norm, size))
     for ours, theirs in ((context.k_proj, attention.k_proj), (context.v_proj, attention.v_proj)):
         if isinstance(ours, nn.Linear):
             ours.load_state_dict(theirs.state_dict())
         else:  # a matrix for each head, (G, d, e), without bias
             weight: Any = ours.weight
             weight.copy_(theirs.weight.unflatten(0, (context.num_heads, -1)).mT)
-    context.norm.load_state_dict(norm.state_dict())
+    context.norm.weight.copy_(input_gain)
     if context.variant == "mf":
         context.context_ids.zero_()  # memories of different length tell the states apart
     if isinstance(context.ssm, S4D):

@@ -1,0 +1,79 @@
+"""What models recall of facts of many kinds in real texts: whole answers, beside the teacher's."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.evaluation.intervals import wilson_interval
+from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText
+from hf_hybrid_ssm.hub.tables import Table
+from hf_hybrid_ssm.models.cache_names import CACHE
+
+Answers = dict[str, str]
+"""Of each kind, text by text, "1" where the whole answer is right and "0" where it is not."""
+
+
+@torch.inference_mode()
+def answers_of(model: Any, texts: Sequence[RealText], progress: Callable[[Any], Any] | None = None) -> Answers:
+    """Whether each token of an answer is the model's first choice, for every question. A text is read once."""
+    found: Answers = {}
+    for text in texts if progress is None else progress(texts):
+        read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1)[CACHE]
+        for asked in text.asked:
+            options = {CACHE: copy.deepcopy(read), "logits_to_keep": len(asked.answer) + 1}
+            logits = model(asked.ids.to(model.device), **options).logits[0, :-1]
+            is_right = bool((logits.argmax(-1).cpu() == asked.answer).all())
+            found[asked.kind] = found.get(asked.kind, "") + str(int(is_right))
+    return found
+
+
+def shared_answers(found: Answers, teacher: Answers) -> tuple[int, int]:
+    """How many of the teacher's right answers are found too, and how many these are.
+
+    Raises:
+        ValueError: they were asked different questions.
+    """
+    if {kind: len(each) for kind, each in found.items()} != {kind: len(each) for kind, each in teacher.items()}:
+        raise ValueError("a model and its teacher were asked different questions.")
+    pairs = [(own, its) for kind, each in teacher.items() for own, its in zip(found[kind], each, strict=True)]
+    return pairs.count(("1", "1")), sum(its == "1" for _, its in pairs)
+
+
+def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
+    """Whole answers right, and of those that the first model finds the share that each other finds too.
+
+    Args:
+        answers: name of a model → tokens of a text → its answers, to the same questions in every model.
+
+    Raises:
+        ValueError: two models were asked different questions.
+    """
+    teacher, *_ = answers
+    lengths = {length: sum(map(len, found.values())) for length, found in answers[teacher].items()}
+    kinds = list(dict.fromkeys(kind for found in answers[teacher].values() for kind in found))
+    columns = ["model"]
+    for length, count in lengths.items():
+        columns += [f"right of {count} in {length:,} tokens, 95 %", f"of {teacher}'s"]
+    counts = {kind: sum(len(found.get(kind, "")) for found in answers[teacher].values()) for kind in kinds}
+    columns += [f"{kind}, of {count}" for kind, count in counts.items()]
+    rows = []
+    for name, by_length in answers.items():
+        row = [name]
+        for length, count in lengths.items():
+            known = shared_answers(by_length[length], answers[teacher][length])
+            right = sum(each.count("1") for each in by_length[length].values())
+            row += [f"{right} ({_interval(right, count)})", "" if name == teacher or not known[1] else _share(*known)]
+        row += [str(sum(found.get(kind, "").count("1") for found in by_length.values())) for kind in kinds]
+        rows.append(row)
+    return Table("Facts of many kinds in real texts: whole answers", columns, rows)
+
+
+def _share(right: int, count: int) -> str:
+    return f"{right / count:.0%} ({_interval(right, count)})"
+
+
+def _interval(right: int, count: int) -> str:
+    low, high = wilson_interval(right, count)
+    return f"{low:.0%} to {high:.0%}"
