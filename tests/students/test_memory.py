@@ -1,15 +1,14 @@
-"""What stands beside a window or in the place of attention: today's students of families in float64."""
+"""What stands beside a window or in the place of attention, in every use; tests/students/test_equations.py has what it
+computes."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.students.initial import student_of
-from hf_hybrid_ssm.upcycle import upcycle
-from tests.students.teachers import WINDOW, exactly, teacher, tokens
+from tests.students.teachers import WINDOW, teacher, tokens
 
 LENGTH = 24
-NAMES = pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 CONTEXT = {"sh": {}, "mh": {"context_variant": "mh"}, "mf": {"context_variant": "mf", "num_context_states": 3}}
 
 
@@ -22,61 +21,6 @@ def opened(model, seed=3):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(0.1 * noise.to(parameter))
     return model
-
-
-def carried(model, old, names):
-    """The memory's weights are those of a student of a family, whose names begin otherwise."""
-    for name, parameter in model.named_parameters():
-        if ".memory." in name:
-            layer, _, rest = name.partition(".self_attn.memory.")
-            with torch.no_grad():
-                names(old.get_submodule(layer), rest).copy_(parameter)
-
-
-def same(model, old):
-    ids = tokens(2, LENGTH)
-    found, wanted = (exactly(each)(ids).logits for each in (model, old))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    return found
-
-
-@NAMES
-def test_a_mixer_beside_windows_equals_that_of_longhorn(name):
-    old, _ = upcycle(teacher(name), keep=[2], others_as="hybrid_sliding", sliding_window=WINDOW + 1)
-    model = opened(student_of(teacher(name), keep=[2], window=WINDOW, attn_scale=0.1, memory="longhorn"))
-    carried(model, old, lambda layer, rest: layer.mixer.get_parameter(rest))
-    found = same(model, old)
-    alone = student_of(teacher(name), keep=[2], window=WINDOW, attn_scale=0.1)
-    assert (found - alone(tokens(2, LENGTH)).logits).abs().max() > 1e-2
-
-
-@NAMES
-def test_a_mixer_instead_of_attention_equals_that_of_longhorn(name):
-    old, _ = upcycle(teacher(name), keep=[1, 2])
-    model = opened(student_of(teacher(name), keep=[1, 2], memory="longhorn", instead=True))
-    assert {layer.attention for layer in model.config.plan.layers} == {"full", "none"}
-    carried(model, old, lambda layer, rest: layer.mixer.get_parameter(rest))
-    same(model, old)
-
-
-@pytest.mark.parametrize("variant", CONTEXT)
-@NAMES
-def test_context_states_equal_those_of_a_block_state_transformer(name, variant):
-    """Without sinks: those of a BST are W tokens before each, a student's W + 1, which the window does not reach."""
-    fields = {**CONTEXT[variant], "ssm_state_size": 4}
-    where = {"sliding_window": WINDOW, "ssm_layers": [0, 3], "attention_sink": None}
-    old, _ = upcycle(teacher(name), family="bst", **where, **fields)
-    where = {"window": WINDOW, "memory_layers": [0, 3], "sink": None}
-    model = opened(student_of(teacher(name), memory="context", **where, **fields))
-    inner = old.config.num_attention_heads * old.config.head_dim
-
-    def names(layer, rest):
-        if rest.startswith("o_proj"):
-            return layer.attention.o_proj.weight[:, inner:]
-        return layer.attention.get_parameter(f"context_{rest}" if rest.startswith("q_") else rest)
-
-    carried(model, old, names)
-    same(model, old)
 
 
 @pytest.fixture(scope="module", params=["beside", "instead", "sh", "mf"])
