@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.hub.configurations import without_memory
+from hf_hybrid_ssm.hub.configurations import check_fields, without_memory
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
 from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
 from hf_hybrid_ssm.students.modeling import student_class
@@ -22,6 +24,7 @@ ATTN_SCALE = 0.1
 """As in Llama 4."""
 INITS = ("projections", "random")
 AUTO = "auto"
+MEMORY_CONFIGS = {"longhorn": LonghornConfig, "context": BstConfig}
 BEYOND = 512
 """Tokens of a text whose window has left the first one, by which sinks are chosen."""
 
@@ -69,11 +72,18 @@ def config_of(
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
     if sink == AUTO:
-        sink = "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        sink = (
+            "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        )
+    _check_memory(memory, memory_fields, instead=instead, memory_layers=memory_layers, window_dropout=window_dropout)
     plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
     plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
     config = student_config(teacher, **plan, **memory_fields)
     own = teacher_attention(teacher)
+    if unknown := sorted(set(memory_layers or ()) - {layer for layer, (kind, _) in enumerate(own) if kind == "full"}):
+        raise ValueError(
+            f"memory_layers={memory_layers} names {unknown[0]}, where the teacher does not see all tokens."
+        )
     if not any(kind == "full" for kind, _ in own):
         raise ValueError(
             f"no layer of the teacher (model_type={teacher.model_type!r}) sees all tokens: its cache does not grow."
@@ -84,9 +94,20 @@ def config_of(
         sees_all = any(layer.attention == "full" or layer.groups for layer in made)
         attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
     config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
-    if memory is not None:  # its fields are checked as it is made
+    if memory is not None:
         without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
     return config
+
+
+def _check_memory(memory: str | None, fields: dict[str, Any], **given: Any) -> None:
+    """
+    Raises:
+        ValueError: names what is given without a memory, or what the memory's configuration does not have.
+    """
+    if memory in MEMORY_CONFIGS:
+        check_fields(MEMORY_CONFIGS[memory], fields)
+    elif memory is None and (extra := [*fields, *(name for name, value in given.items() if value)]):
+        raise ValueError(f"{extra[0]} is of a memory, and there is none: give memory='longhorn' or 'context'.")
 
 
 @torch.no_grad()
