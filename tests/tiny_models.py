@@ -11,11 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm import students
 from hf_hybrid_ssm.models.families import FAMILIES
 
 compiles = pytest.mark.skipif(
@@ -44,8 +46,21 @@ MIXED |= {"attn_scale": 0.3, "floor_scale": 4}
 ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
 SINK, SCALAR_SINK = {"attention_sink": "constant"}, {"attention_sink": "scalar", "zero_kv_sink": False}
 ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
+STUDENT = {"teacher_type": "qwen3", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+STUDENT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3}
+STUDENT |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
+STUDENT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+WINDOW = {"attention": "window", "window": 5, "sink": "constant"}
+FIRST_TOKEN = {**WINDOW, "sink": "first_token"}
 BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
 
+
+def of_student(*layers: dict, **beside) -> dict:
+    """Fields of a student of a Qwen3 whose layers these are."""
+    return {**STUDENT, "student": {"layers": list(layers), **beside}}
+
+
+STUDENTS = "hybrid_student"
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
@@ -80,6 +95,26 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             "floor_scale": 3,
         },
     ),
+    "student: windows and a full layer": (
+        STUDENTS,
+        of_student(WINDOW, {"attention": "full"}, {**WINDOW, "sink": None}, attn_scale=0.5, floor_scale=3),
+    ),
+    "student: groups": (
+        STUDENTS,
+        of_student({**WINDOW, "groups": [1]}, WINDOW, {**WINDOW, "groups": [0]}, attn_scale=0.3, floor_scale=4),
+    ),
+    "student: first tokens": (
+        STUDENTS,
+        of_student(FIRST_TOKEN, WINDOW, {**FIRST_TOKEN, "groups": [1]}),
+    ),
+    "student with a mixer": (
+        STUDENTS,
+        of_student({**WINDOW, "memory": "longhorn"}, {"attention": "none", "memory": "longhorn"}, WINDOW),
+    ),
+    "student with context states": (
+        STUDENTS,
+        of_student({**WINDOW, "memory": "context"}, WINDOW, WINDOW, memory={"ssm_state_size": 4}),
+    ),
 }
 RELATIVE = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}
 RELATIVE |= {"decoder_position_embedding_type": "relative", "ssm_trainable": "all"}
@@ -113,6 +148,11 @@ ROWS = [
     "lmu-isa",
 ]
 ROWS += ["lmu-isa + global attention", "spade s4 window", "spade hyena full", "encoder-decoder"]
+ROWS += ["student: windows and a full layer", "student: groups", "student with a mixer"]
+# their cards, and what a server's pages hold of them, have tests of their own in tests/hub and tests/serving
+OF_FAMILIES = [variant for variant in VARIANTS if VARIANTS[variant][0] != STUDENTS]
+# those with heads for classes and spans; a student is a language model alone
+HEADED = [row for row in ROWS if EVERY[row][0] != STUDENTS]
 # widths that hold whole groups of quantized weights, by model type
 WIDER: dict[str, dict] = {
     "longhorn": {"hidden_size": 128, "state_size": 12},
@@ -120,7 +160,12 @@ WIDER: dict[str, dict] = {
     "lmu_isa": {"hidden_size": 128, "pre_intermediate_size": 256, "post_intermediate_size": 256},
     "spade": {"hidden_size": 128, "intermediate_size": 256},
     "spade_seq2seq": {"hidden_size": 128, "intermediate_size": 256},
+    STUDENTS: {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
 }
+
+
+HEADS_OF = {family.model_type: family.heads for family in FAMILIES}
+HEADS_OF[STUDENTS] = {"MODEL": "HybridStudentModel", "MODEL_FOR_CAUSAL_LM": "HybridStudentForCausalLM"}
 
 
 def config_of(variant: str, **fields) -> PreTrainedConfig:
@@ -130,13 +175,12 @@ def config_of(variant: str, **fields) -> PreTrainedConfig:
 
 def classes_of(variant: str) -> dict[str, type[PreTrainedModel]]:
     """Class name → class, all that a variant's configuration can build."""
-    family = next(family for family in FAMILIES if family.model_type == EVERY[variant][0])
-    names = list(dict.fromkeys(family.heads.values()))
+    names = list(dict.fromkeys(HEADS_OF[EVERY[variant][0]].values()))
     if "BstForMaskedLM" in names:  # one predicts from the past, the other from both sides
         names.remove("BstForCausalLM" if EVERY[variant][1].get("bidirectional") else "BstForMaskedLM")
     if "adaptive_cutoffs" in EVERY[variant][1]:
         names = [name for name in names if "CausalLM" in name or "MaskedLM" in name]
-    return {name: getattr(hf_hybrid_ssm, name) for name in names}
+    return {name: getattr(students if EVERY[variant][0] == STUDENTS else hf_hybrid_ssm, name) for name in names}
 
 
 def class_with_loss(variant: str) -> str:
@@ -175,7 +219,7 @@ def language_model(variant: str, wide: bool = False) -> PreTrainedModel:
     # a decoder hears its encoder through maps that start near nothing
     scale = 6.0 if config.is_encoder_decoder else 1.5
     for name, parameter in model.named_parameters():
-        if "sink" in name:  # which start at 0
+        if "sink" in name or (".memory." in name and not parameter.any()):  # which start at 0
             parameter.data.normal_()
         elif parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in name:
             parameter.data.mul_(scale)
@@ -190,7 +234,7 @@ def own_language_model(variant: str, wide: bool = False) -> PreTrainedModel:
 @cache
 def shallow_language_model(variant: str) -> PreTrainedModel:
     """`language_model` with one layer of each kind, for compilers: another is only more to trace."""
-    if EVERY[variant][0] == "spade":  # its second layer has no state-space model
+    if EVERY[variant][0] in ("spade", STUDENTS):  # whose layers are all of different kinds
         return language_model(variant)
     model = own_language_model(variant)
     base, config = model.model, model.config
@@ -201,6 +245,15 @@ def shallow_language_model(variant: str) -> PreTrainedModel:
     config.num_hidden_layers = len(set(kinds))  # all kinds come before one comes again
     base.layers = base.layers[: config.num_hidden_layers]
     return model
+
+
+def recording_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache that can go back, of the layers that the model keeps."""
+    cache = DynamicCache(config=model.config)
+    if hasattr(model.config, "fit_cache"):  # of a student; else it is fitted in the first forward
+        model.config.fit_cache(cache)
+    cache.activate_past_recording()
+    return cache
 
 
 def batch_of(variant: str, rows: int = 2, length: int = 14) -> dict[str, torch.Tensor]:

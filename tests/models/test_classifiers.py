@@ -16,7 +16,7 @@ from transformers import (
 
 import hf_hybrid_ssm
 from tests.memory import in_own_memory
-from tests.tiny_models import ROWS, TOKENS, config_of, own_language_model
+from tests.tiny_models import HEADED, ROWS, TOKENS, config_of, own_language_model
 
 AUTOS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -25,7 +25,7 @@ AUTOS = {
     "ForMultipleChoice": AutoModelForMultipleChoice,
 }
 HEADS = {"score", "qa_outputs", "classifier"}
-LANGUAGE_MODELS = [row for row in ROWS if row != "encoder-decoder"]
+LANGUAGE_MODELS = [row for row in HEADED if row != "encoder-decoder"]
 SPADE = [row for row in LANGUAGE_MODELS if "spade" in row]
 
 

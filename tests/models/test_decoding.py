@@ -22,6 +22,7 @@ from tests.tiny_models import (
     inputs_for,
     language_model,
     own_language_model,
+    recording_cache,
     shallow_language_model,
 )
 
@@ -219,8 +220,7 @@ def test_beams_and_rollback(model):
 def test_rollback_into_a_forward_of_several_tokens(variant, removed):
     """What is recomputed is what the kept tokens alone leave behind: every state, and what windows see of it later."""
     model, ids = own_language_model(variant).double(), text(2, 21)
-    went_back, straight = (DynamicCache(config=model.config) for _ in range(2))
-    went_back.activate_past_recording()
+    went_back, straight = recording_cache(model), DynamicCache(config=model.config)
     with torch.inference_mode():
         for piece in ids.split([8, 7, 6], 1):
             model(piece, past_key_values=went_back)

@@ -16,6 +16,7 @@ ATTENTION = [
     ("spade s4 window", "SpadeForCausalLM"),
     ("spade hyena full", "SpadeForCausalLM"),
     ("encoder-decoder", "SpadeForConditionalGeneration"),
+    ("student: groups", "HybridStudentForCausalLM"),
 ]
 RATES = [(*where, "attention_dropout") for where in ATTENTION]
 RATES += [("longhorn beside windows, a sink", "LonghornForCausalLM", "window_dropout")]

@@ -27,6 +27,9 @@ GROWING = {
     "lmu-isa + global attention": [0, 1],
     "spade hyena full": [0, 1],
     "longhorn + full attention": [0],
+    "student: windows and a full layer": [1],
+    "student: groups": [0, 2],
+    "student: first tokens": [2],
 }
 # one of each family, and the one with transformers' own cache layer
 SOME = ["longhorn + window and full attention", "bst block-recurrent", "lmu-isa", "spade s4 window"]

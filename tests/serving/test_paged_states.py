@@ -14,9 +14,9 @@ from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.students import EVERY_STUDENT, FULL_STUDENTS, STUDENTS, UNEVEN_STUDENTS, student_model
 from tests.serving.test_context import GROWING
 from tests.students.teachers import SIZES, TEACHERS, student
-from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
+from tests.tiny_models import OF_FAMILIES, config_of, language_model, own_language_model
 
-FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn + window attention", *STUDENTS]
+FIXED = [variant for variant in OF_FAMILIES if variant not in GROWING] + ["longhorn + window attention", *STUDENTS]
 MAX_TOKENS = 24
 # with layers whose keys and values the server keeps
 SERVED = ["longhorn + window and full attention", "longhorn + full attention", "lmu-isa + global attention"]

@@ -14,7 +14,6 @@ from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, r
 from hf_hybrid_ssm.upcycle.sensitivity import rank_layers_by_sensitivity
 from hf_hybrid_ssm.upcycle.windowed_teacher import (
     LayerReplay,
-    ReadText,
     maskable,
     window_mask,
     windowed_groups,
@@ -236,15 +235,20 @@ def test_the_end_of_a_text_is_read_after_windows(name):
 def test_layers_that_see_all_tokens_are_ranked(name, monkeypatch):
     """By each way; the teacher's own windows, and layers without attention, have no place in it."""
     monkeypatch.setattr(recall, "ENOUGH", 0.0)
-    teacher = other(name)
-    for by in ("recall", "kl", "sensitivity"):
-        found = choose_layers(teacher, Keep(1, by, window=8))
-        assert sorted(found.ranking.layers) == teacher.layers and found.layers == found.ranking.layers[:1]
-    found = choose_layers(teacher, Keep(1, "group_recall", window=8))
-    assert sorted(found.ranking.layers) == [(layer, group) for layer in teacher.layers for group in range(2)]
-    student, _ = upcycle(teacher, found)
+    teacher, texts = other(name), [tokens(1, 20)]
+    prompts = recall_prompts(None, SIZES["vocab_size"], 8, windows=3, count=1)
+    rankings = [
+        rank_layers_by_recall(teacher, 8, prompts),
+        rank_layers_by_kl(teacher, texts, 8),
+        rank_layers_by_sensitivity(teacher, texts),
+    ]
+    for ranking in rankings:
+        assert sorted(ranking.layers) == sorted(ranking.scores) == teacher.layers
+    groups = rank_groups_by_recall(teacher, 8, prompts).layers
+    assert sorted(groups) == [(layer, group) for layer in teacher.layers for group in range(2)]
+    student, _ = upcycle(teacher, LayerChoice(groups[:1], "group_recall", window=8))
     kept = [(index, group) for index, layer in enumerate(student.config.plan.layers) for group in layer.groups]
-    assert kept == found.layers
+    assert kept == groups[:1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from hf_hybrid_ssm.upcycle.sinks import first_tokens
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_hybrid_ssm.upcycle import student_config, upcycle
-from hf_hybrid_ssm.upcycle.sinks import first_tokens
 from tests.tiny_models import compiles
 from tests.upcycle.test_upcycle import LLAMA3, SIZES, TEACHERS, teacher_of, tokens
 

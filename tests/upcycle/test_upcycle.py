@@ -167,6 +167,15 @@ def test_refusals_name_what_is_wrong():
         upcycle(teacher, Keep(0), sink="scalar")
     with pytest.raises(ValueError, match="memory='lstm' must be one of 'longhorn', 'context'"):
         upcycle(teacher, Keep(0), memory="lstm")
+    for options, words in (
+        ({"state_size": 4}, "state_size: of a memory, and there is none"),
+        ({"memory": "longhorn", "hidden_size": 64}, "hidden_size of a memory must be its teacher's"),
+        ({"memory": "longhorn", "stat_size": 4}, "LonghornConfig has no such field"),
+        ({"memory": "context", "ssm_state_sise": 4}, "BstConfig has no such field"),
+        ({"keep_by": "recall"}, "keep_by: of a memory, and there is none"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            upcycle(teacher, Keep(0), **options)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
     with pytest.raises(ValueError, match=r"'gpt2' cannot be a teacher: .*not rotary.*Take another") as error:
         Teacher(gpt2)

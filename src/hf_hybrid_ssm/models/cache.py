@@ -16,9 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import (
-    MIXED_ATTENTION_LAYER_TYPE,
     STATE_AND_KEYS_LAYER_TYPE,
-    STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
 )
@@ -27,13 +25,7 @@ from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
 
-STATE_LAYER_TYPES = (
-    STATE_LAYER_TYPE,
-    WINDOW_LAYER_TYPE,
-    STATE_AND_WINDOW_LAYER_TYPE,
-    MIXED_ATTENTION_LAYER_TYPE,
-    STATE_AND_KEYS_LAYER_TYPE,
-)
+STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE)
 
 Recompute = Callable[[PackedRows], States]
 
@@ -277,19 +269,6 @@ class WindowLayer(RecurrentStateLayer):
     _layer_type = WINDOW_LAYER_TYPE
 
 
-class StateAndWindowLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `STATE_AND_WINDOW_LAYER_TYPE`."""
-
-    _layer_type = STATE_AND_WINDOW_LAYER_TYPE
-
-
-class MixedAttentionLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `MIXED_ATTENTION_LAYER_TYPE`."""
-
-    _layer_type = MIXED_ATTENTION_LAYER_TYPE
-    keeps_all_tokens = True
-
-
 class StateAndKeysLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` for layers of the type `STATE_AND_KEYS_LAYER_TYPE`."""
 
@@ -370,9 +349,7 @@ class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
 
 
 STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
-STATIC_LAYER_TYPE_MAPPING.update(
-    dict.fromkeys((MIXED_ATTENTION_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE), StaticStateAndKeysLayer)
-)
+STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
 
 
 def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:

@@ -18,17 +18,14 @@ from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
-# Cache layers with named states: of a recurrence, of window attention, of both side by side, of attention whose heads
-# reach differently, of a layer that keeps the keys of all tokens too; a family with several kinds must tell them
-# apart. Here rather than beside the cache, since configurations do without torch.
+# Cache layers with named states: of a recurrence, of window attention, of a layer that keeps the keys of all tokens too;
+# a family with several kinds must tell them apart. Here rather than beside the cache, since configurations do without
+# torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
-STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
-MIXED_ATTENTION_LAYER_TYPE = "hybrid_ssm_mixed_attention"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 
 GPT2_END_OF_TEXT = 50256
-ATTENTION_SINKS = ("constant", "scalar")
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
 turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
@@ -337,12 +334,6 @@ class HybridConfigMixin(SavedWithCode):
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-
-    def check_attention_sink(self) -> None:
-        """`attention_sink` must be a kind of sink, or None."""
-        if self.attention_sink not in (None, *ATTENTION_SINKS):  # type: ignore[attr-defined]
-            kinds = ", ".join(map(repr, ATTENTION_SINKS))
-            raise ValueError(f"attention_sink={self.attention_sink!r} must be one of {kinds}, or None.")  # type: ignore[attr-defined]
 
     def check_block_types(self, choices: tuple[str, ...]) -> None:
         """`block_types` must name one of `choices` for each layer."""

@@ -29,7 +29,7 @@ WITHOUT_EFFECT = (
 # what PEFT's layers say of themselves
 OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 # whose hooks move and record tensors, or compute from parameters and buffers alone
-KNOWN_CODE = ("accelerate", "peft", "torch", "transformers")
+KNOWN_CODE = ("accelerate", "peft", "torch", "transformers", __name__.partition(".")[0])
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, torch.dtype)
 
 Attributes = dict[str, tuple[type, dict[str, str]]]

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
@@ -319,4 +320,7 @@ def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = Non
     of_window = local_size is not None and getattr(config, "attention_chunk_size", None) is None
     if of_window or all(layer.attention != "full" for layer in config.plan.layers):
         return None
+    padding = options.get("attention_mask")
+    if padding is not None and not can_read_values(padding):  # which is looked at to leave the mask out
+        options["allow_is_causal_skip"] = False
     return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, config=config, local_size=local_size, **options)

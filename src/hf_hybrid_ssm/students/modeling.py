@@ -28,6 +28,7 @@ from hf_hybrid_ssm.models.cache import (
     check_cache_without_states,
     holds_states,
     is_recurrent_state_layer,
+    let_assistant_forget,
     may_overwrite_states,
     prepare_cache,
     tokens_and_packing_state,
@@ -220,6 +221,8 @@ class HybridStudentModel(StudentMixin):
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
         rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
         check_cache_without_states(cache, rows)
+        if inputs_embeds is not None and rows.token_mask is not None:  # 0, the weight of padding, times NaN is NaN
+            inputs["inputs_embeds"] = torch.where(rows.token_mask.unsqueeze(-1), inputs_embeds, 0.0)
         positions: Any = self._positions(rows, cache, given.device) if position_ids is None else position_ids
         own_mask = rows.full_token_mask if masks is None else masks[OF_TEACHER]
         forward = Forward(rows, cache, self._query_scale(positions), *self._for_sinks(rows, cache, positions))
@@ -341,6 +344,7 @@ class HybridStudentForCausalLM(
         if (cache := model_kwargs.get(CACHE)) is not None:
             fit_cache(cache, self.config)
             if generation_config.is_assistant:
+                let_assistant_forget(cache)
                 cache.activate_past_recording()
 
     def create_masks_for_generate(

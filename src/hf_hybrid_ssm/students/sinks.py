@@ -73,11 +73,12 @@ def rotated(rotate: Callable, heads: torch.Tensor, angles: Angles, turned: int) 
 def turned_together(layers: list[Any], angles: Angles) -> dict[int, torch.Tensor]:
     """Layer → the keys (B, G, L, e) of its constant sink, turned at once for all; nothing where some are in shards or
     on another device, and have to wait for their layer's forward."""
-    keys = [module.sink.key for module in layers]
-    if any(type(key) is not nn.Parameter or key.device != angles[0].device for key in keys):
+    keys = [getattr(module.sink, "key", None) for module in layers]  # None: a sink that an adapter wraps
+    held = [key for key in keys if type(key) is nn.Parameter and key.device == angles[0].device]
+    if len(held) < len(keys):
         return {}
-    turned = layers[0].sink.turn(torch.cat(keys)[None, :, None], angles)
-    return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in keys], 1)))
+    turned = layers[0].sink.turn(torch.cat(held)[None, :, None], angles)
+    return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in held], 1)))
 
 
 def angles_before(angles: Angles, distance: Angles) -> Angles:

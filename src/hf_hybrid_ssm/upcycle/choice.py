@@ -30,10 +30,10 @@ class Keep:
     Args:
         parts: how many layers (int), which share (float), or a list of layers, or of key/value groups as
             (layer, group). Layers that have windows in the teacher, or no attention, are not counted.
-        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall" (`rank_groups_by_recall`;
-            `parts` is then a count or share of key/value groups), "kl" (`rank_layers_by_kl`), "sensitivity"
-            (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by recall, evenly spaced with a warning if
-            the teacher does not recall. A list needs none.
+        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall"
+            (`rank_groups_by_recall`; `parts` is then a count or share of key/value groups), "kl"
+            (`rank_layers_by_kl`), "sensitivity" (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by
+            recall, evenly spaced with a warning if the teacher does not recall. A list needs none.
         window: W, the tokens that a token sees before its own where the teacher's sees all.
 
     Raises:

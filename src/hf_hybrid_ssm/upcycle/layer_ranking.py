@@ -1,6 +1,6 @@
 """The order in which a teacher's layers, or their key/value groups, are needed, and who says so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 

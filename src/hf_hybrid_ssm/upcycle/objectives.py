@@ -133,7 +133,7 @@ def alignment_losses(
 
 
 def memory_window(config: Any) -> int | None:
-    """W of a student's windows where a memory beside them is to remember what lies beyond; None where there is none."""
+    """W of a student's windows where a memory beside them is to remember what lies beyond; None where none is."""
     return next((layer.window for layer in config.plan.layers if layer.is_windowed and layer.memory), None)
 
 
@@ -232,7 +232,7 @@ def fused_distillation_loss(
     """
     with _last_hidden_states(student) as outputs:
         (student if forward is None else forward)(**inputs, use_cache=False, logits_to_keep=1)
-    hidden = outputs[0] if not hasattr(student, "_pre_head") else student._pre_head(outputs[0])
+    hidden = outputs[0]
     head = student.get_output_embeddings().weight
     return linear_kl_divergence(
         hidden,

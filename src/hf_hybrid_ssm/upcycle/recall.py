@@ -8,7 +8,7 @@ What reaches back are the tokens of the question and of the answers. Those befor
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch

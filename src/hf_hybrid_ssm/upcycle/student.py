@@ -22,9 +22,10 @@ from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 ATTN_SCALE = 0.1
 """As in Llama 4."""
+OF_TEACHER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "sliding_window")
+"""Fields of a memory that its teacher decides."""
 INITS = ("projections", "random")
 AUTO = "auto"
-MEMORY_CONFIGS = {"longhorn": LonghornConfig, "context": BstConfig}
 BEYOND = 512
 """Tokens of a text whose window has left the first one, by which sinks are chosen."""
 
@@ -71,19 +72,15 @@ def config_of(
     """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
+    _check_memory(memory, memory_fields)
     if sink == AUTO:
         sink = (
             "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
         )
-    _check_memory(memory, memory_fields, instead=instead, memory_layers=memory_layers, window_dropout=window_dropout)
     plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
     plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
     config = student_config(teacher, **plan, **memory_fields)
     own = teacher_attention(teacher)
-    if unknown := sorted(set(memory_layers or ()) - {layer for layer, (kind, _) in enumerate(own) if kind == "full"}):
-        raise ValueError(
-            f"memory_layers={memory_layers} names {unknown[0]}, where the teacher does not see all tokens."
-        )
     if not any(kind == "full" for kind, _ in own):
         raise ValueError(
             f"no layer of the teacher (model_type={teacher.model_type!r}) sees all tokens: its cache does not grow."
@@ -94,20 +91,24 @@ def config_of(
         sees_all = any(layer.attention == "full" or layer.groups for layer in made)
         attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
     config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
-    if memory is not None:
+    if memory is not None:  # its fields are checked as it is made
         without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
     return config
 
 
-def _check_memory(memory: str | None, fields: dict[str, Any], **given: Any) -> None:
+def _check_memory(memory: str | None, fields: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: names what is given without a memory, or what the memory's configuration does not have.
+        ValueError: there is no memory of these fields, or one of them is the teacher's.
     """
-    if memory in MEMORY_CONFIGS:
-        check_fields(MEMORY_CONFIGS[memory], fields)
-    elif memory is None and (extra := [*fields, *(name for name, value in given.items() if value)]):
-        raise ValueError(f"{extra[0]} is of a memory, and there is none: give memory='longhorn' or 'context'.")
+    if memory is None and fields:
+        raise ValueError(
+            f"{', '.join(sorted(fields))}: of a memory, and there is none; give memory=, or leave it out."
+        )
+    if fixed := sorted(fields.keys() & set(OF_TEACHER)):
+        raise ValueError(f"{', '.join(fixed)} of a memory must be its teacher's: leave it out.")
+    if fields:
+        check_fields(BstConfig if memory == "context" else LonghornConfig, fields)
 
 
 @torch.no_grad()
@@ -125,7 +126,7 @@ def upcycle(
     text: torch.Tensor | None = None,
     **memory_fields: Any,
 ) -> tuple[Any, UpcycleReport]:
-    """A student that starts from a trained transformer: of its own class, with its weights, and windows in most layers.
+    """A student that starts from a trained transformer: of its class, with its weights, and windows in most layers.
 
     Until it is trained, a student in which no memory takes the place of attention is its teacher with windows, and the
     teacher itself within the window.

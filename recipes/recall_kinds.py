@@ -1,0 +1,139 @@
+"""Measure what a teacher and its students recall of facts of many kinds, and what their caches take.
+
+    python recipes/recall_kinds.py recipes/configs/upcycle/recall_kinds_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
+
+Facts lie between the lines of real `files` (novels, dialogues, code), and each is asked for by itself: whole answers,
+by default of the kinds that neither choice nor training may see. With `loss_files`, loss by position too. Students are
+checkpoints, or made of the teacher. Writes results.json to `output_dir`, and to `results`. What was measured is
+not measured again.
+"""
+
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _lib.documents import documents_of_files, paths_of, token_ids
+from _lib.entry import start
+from _lib.sweeps import check_claim, claim, once
+from _lib.training import say, write_figures
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_hybrid_ssm  # noqa: F401 - registers the students
+from hf_hybrid_ssm.evaluation import loss_by_position, mean_by_position
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_OUT
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import answers_of, kinds_table
+from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText, real_texts
+from hf_hybrid_ssm.planning.measurement import decoding_state_bytes
+from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.students.initial import student_config
+from hf_hybrid_ssm.students.teacher import attention_layers
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
+
+TEACHER = "teacher"
+
+
+@dataclass
+class RecallKindsArguments:
+    """Whom to ask, and what."""
+
+    teacher: str = field(metadata={"help": "a checkpoint: folder, Hub name or .gguf file"})
+    files: list[str] = field(metadata={"help": "JSON lines with a field text, document or dialogue, or plain text"})
+    output_dir: str
+    students: dict[str, str | dict[str, Any]] = field(
+        default_factory=dict, metadata={"help": "name: a checkpoint, or keep (layers, [layer, group]) and window"}
+    )
+    kinds: list[str] = field(default_factory=lambda: list(HELD_OUT))
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048])
+    texts: int = field(default=20, metadata={"help": "of each length; each is asked for every kind"})
+    window: int = field(default=256, metadata={"help": "tokens between a fact and its question, at least"})
+    loss_files: list[str] = field(default_factory=list, metadata={"help": "with a column text"})
+    loss_texts: int = 4
+    edges: list[int] = field(default_factory=lambda: [64, 256, 512, 1024, 2048])
+    cache_lengths: list[int] = field(default_factory=lambda: [4096, 65536])
+    dtype: str = "bfloat16"
+    seed: int = 0
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
+    overwrite: bool = False
+
+
+def measure(arguments: RecallKindsArguments) -> dict[str, Any]:
+    """All models; returns what is written to results.json."""
+    folder = Path(arguments.output_dir)
+    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
+    asked = {name: value for name, value in settings.items() if name != "students"}  # more students may follow
+    check_claim(folder, asked, arguments.overwrite)
+    teacher = load_teacher(arguments.teacher, dtype=getattr(torch, arguments.dtype))
+    make = partial(
+        real_texts, teacher.tokenizer, paths_of(arguments.files), count=arguments.texts, window=arguments.window
+    )
+    texts = {length: make(length=length, kinds=arguments.kinds, seed=arguments.seed) for length in arguments.lengths}
+    read = _loss_texts(arguments, teacher.tokenizer)
+    claim(folder, asked, arguments.overwrite, "*.json")
+    models = {TEACHER: _judge(arguments, TEACHER, teacher.model, texts, read)}
+    for name, given in arguments.students.items():
+        if isinstance(given, str):
+            student = AutoModelForCausalLM.from_pretrained(given, dtype=teacher.model.dtype).eval()
+        else:
+            student, report = upcycle(
+                teacher, Keep(given.get("keep", ()), window=given.get("window", arguments.window))
+            )
+            say(report)
+        models[name] = _judge(arguments, name, student, texts, read)
+    figures = {"settings": settings, "models": models}
+    write_figures(figures, folder, arguments.results)
+    answers = {
+        name: {int(length): answers for length, answers in found["answers"].items()} for name, found in models.items()
+    }
+    say(kinds_table(answers))
+    return figures
+
+
+def _judge(
+    arguments: RecallKindsArguments, name: str, model: Any, texts: dict[int, list[RealText]], read: list[torch.Tensor]
+) -> dict[str, Any]:
+    def file(what: str) -> Path:
+        return Path(arguments.output_dir) / f"{name.replace(' ', '-')}-{what}.json"
+
+    def losses() -> dict[str, Any]:
+        each = [mean_by_position(loss_by_position(model, text), arguments.edges) for text in read]
+        return {"mean": {part: sum(text[part] for text in each) / len(each) for part in each[0]}, "by_text": each}
+
+    def cache() -> dict[str, int]:
+        is_student = isinstance(model.config, HybridStudentConfig)
+        config = model.config if is_student else student_config(model.config, sorted(attention_layers(model.config)))
+        return {
+            str(length): decoding_state_bytes(config, length, "bfloat16", "torch")
+            for length in arguments.cache_lengths
+        }
+
+    found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
+    for length, several in texts.items():
+        asked = once(file(f"{length}"), partial(_answers, model, several))
+        found["answers"][str(length)] = asked["answers"]
+        say(f"{name}: {sum(right for _, right in asked['answers'])} of {len(asked['answers'])} in {length:,} tokens")
+    return found | ({"loss": once(file("loss"), losses)} if read else {})
+
+
+def _answers(model: Any, texts: list[RealText]) -> dict[str, Any]:
+    return {"answers": answers_of(model, texts)}
+
+
+def _loss_texts(arguments: RecallKindsArguments, tokenizer: Any) -> list[torch.Tensor]:
+    """The first tokens of the first documents that are long enough, (1, last edge) each."""
+    if not arguments.loss_files:
+        return []
+    texts, length = [], arguments.edges[-1]
+    for document in documents_of_files(arguments.loss_files):
+        ids = token_ids([document["text"]], tokenizer)[0][:length]
+        if len(ids) == length:
+            texts.append(torch.tensor([ids]))
+        if len(texts) == arguments.loss_texts:
+            return texts
+    raise ValueError(f"loss_texts={arguments.loss_texts}: {len(texts)} documents have {length} tokens.")
+
+
+if __name__ == "__main__":
+    start("recall_kinds.py", measure, RecallKindsArguments)
