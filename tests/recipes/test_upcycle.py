@@ -299,7 +299,10 @@ def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
         (windows | {"align": {"max_steps": 4}}, "align has nothing to train: it teaches a memory"),
         ({"keep": [7]}, "names 7, but the teacher sees all tokens in the layers 0, 1, 2, 3"),
         ({"config": {"ssm_stat_size": 4}}, "ssm_stat_size: BstConfig has no such field"),
-        ({"memory": None, "align": None}, "is of a memory, and there is none: give memory="),
+        (
+            {"memory": None, "align": None},
+            "ssm_state_size, memory_layers: of a memory, and there is none; give memory=",
+        ),
         ({"memory_layers": [1, 4]}, r"memory_layers=\[1, 4\] names 4, where the teacher does not see all tokens"),
         ({"recall_share": 0.1}, "sequence_length=64 is too short for recall_share"),
     ):
