@@ -1,4 +1,4 @@
-"""The tables of docs/experiments_tables.md and docs/upcycling.md: a function each, from the results to Markdown."""
+"""The tables of docs/experiments_tables.md, docs/upcycling.md and docs/upcycling_tables.md: a function each, from the results to Markdown."""
 
 import statistics
 import sys
@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from _lib.intervals import half_width, half_width_of, plus_minus, quantile
 from _lib.sample_efficiency import token_efficiencies
 from table_text import load, markdown_table
+
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import kinds_table
 
 # tables of several files of results: the others
 ALSO = {
@@ -428,6 +430,26 @@ def upcycling_report(figures: dict) -> str:
     head = ["model", *(f"needles of {samples} in {length:,} tokens, 95 %" for length in lengths)]
     head += [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
     return markdown_table([*head, "cache at 4,096, MiB", "at 65,536"], rows)
+
+
+def upcycling_kinds(figures: dict) -> str:
+    """Answers about facts of many kinds with Wilson's intervals, loss where it was asked for, and the cache."""
+    models = figures["models"]
+    answers = {
+        name: {int(length): each for length, each in found["answers"].items()} for name, found in models.items()
+    }
+    table = kinds_table(answers)
+    parts = list(models["teacher"].get("loss", {"mean": ()})["mean"])[-2:]
+    rows = [
+        [
+            *row,
+            *(f"{found['loss']['mean'][part]:.3f}" for part in parts),
+            f"{found['cache_bytes']['65536'] / 2**20:,.0f}",
+        ]
+        for row, found in zip(table.rows, models.values(), strict=True)
+    ]
+    losses = [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
+    return markdown_table([*table.columns, *losses, "cache at 65,536, MiB"], rows)
 
 
 def upcycling_grid(figures: dict) -> str:

@@ -68,7 +68,7 @@ CONTENTS = {
             *("quickstart", "/examples/README", "fine_tuning", "training", "generating", "batching"),
             *("serving", "command_line", "upcycling", "sharing"),
         ],
-        "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa"],
+        "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa", "layers"],
         "Evidence": ["experiments", "comparison", "quality"],
         "Project": ["limits", "troubleshooting", "extending", "reference"],
     },

@@ -1,6 +1,6 @@
 """Measure what a teacher and its students recall of facts of many kinds, and what their caches take.
 
-    python recipes/recall_kinds.py recipes/configs/upcycle/recall_kinds_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
+    python recipes/recall_kinds.py recipes/configs/upcycle/kinds_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
 
 Facts lie between the lines of real `files` (novels, dialogues, code), and each is asked for by itself: whole answers,
 by default of the kinds that neither choice nor training may see. With `loss_files`, loss by position too. Students are
@@ -111,14 +111,11 @@ def _judge(
 
     found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
     for length, several in texts.items():
-        asked = once(file(f"{length}"), partial(_answers, model, several))
-        found["answers"][str(length)] = asked["answers"]
-        say(f"{name}: {sum(right for _, right in asked['answers'])} of {len(asked['answers'])} in {length:,} tokens")
+        answers = once(file(f"{length}"), partial(answers_of, model, several))
+        found["answers"][str(length)] = answers
+        right = sum(each.count("1") for each in answers.values())
+        say(f"{name}: {right} of {sum(map(len, answers.values()))} in {length:,} tokens")
     return found | ({"loss": once(file("loss"), losses)} if read else {})
-
-
-def _answers(model: Any, texts: list[RealText]) -> dict[str, Any]:
-    return {"answers": answers_of(model, texts)}
 
 
 def _loss_texts(arguments: RecallKindsArguments, tokenizer: Any) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Train a student with kept layers or groups on real texts and on recall of many kinds.
 
-    python recipes/recall_training.py recipes/configs/upcycle/recall_training_cpu.yaml teacher=FILE [key=value ...]
+    python recipes/recall_training.py recipes/configs/upcycle/kinds_training_cpu.yaml teacher=FILE [key=value ...]
 
 All of its weights learn the teacher's distribution of the next token. Rows are stretches of `train_files`: some plain,
 most as a chat, where facts of the kinds that may be trained on (`HELD_IN`) lie between the lines and are asked for in
@@ -121,10 +121,6 @@ class RecallTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.model_accepts_loss_kwargs = teacher, False
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        self._signature_columns.append("token_weights")
-
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(train_dataset or self.train_dataset)  # more steps are more of the same rows
 
@@ -139,6 +135,7 @@ class RecallTrainer(Trainer):
 def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> None:
     """The student, trained, in `output_dir`."""
     set_seed(training.seed)
+    training.remove_unused_columns = False
     teacher = load_teacher(arguments.teacher, torch.float32)
     student, report = upcycle(teacher, Keep(arguments.keep, window=arguments.window))
     say(report)

@@ -184,6 +184,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
             models.append(filled(pretraining, settings)[0])
     elif config.parent.name == "upcycle":
+        from recall_kinds import RecallKindsArguments
+        from recall_training import RecallTrainingArguments
         from upcycle import UpcycleArguments
         from upcycling_gaps import GapArguments
         from upcycling_recall import UpcyclingRecallArguments
@@ -199,6 +201,12 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         elif config.stem.startswith("report"):
             (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
             read_settings("upcycling_report.py", (ReportArguments,), [str(config), "teacher=FOLDER"])
+        elif config.stem.startswith("kinds_training"):
+            read_settings(
+                "recall_training.py", (RecallTrainingArguments, TrainingArguments), [str(config), "teacher=A"]
+            )
+        elif config.stem.startswith("kinds"):
+            read_settings("recall_kinds.py", (RecallKindsArguments,), [str(config), "teacher=FOLDER"])
         elif config.stem.startswith("recall"):
             known = (UpcyclingRecallArguments, TrainingArguments)
             read_settings("upcycling_recall.py", known, [str(config)])

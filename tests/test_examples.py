@@ -106,3 +106,7 @@ def test_embeddings(tmp_path):
     said = run("embeddings.py", CHECKPOINTS / "spade-encoder-books", PARAGRAPHS[1], tmp_path / "texts.txt")
     score, _, first = said.splitlines()[0].partition("  ")
     assert first == PARAGRAPHS[1] and float(score) > 0.999
+
+
+def test_longhorn_layer():
+    assert "the model says" in run("longhorn_layer.py", "--steps", 2)

@@ -37,15 +37,6 @@ SPADE |= {"sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8}
 SEQ2SEQ = {**SPADE, "num_decoder_layers": 2, "max_target_positions": 64}
 HYBRID = {"block_types": ["linear_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 2}
 HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
-PARALLEL = {"block_types": ["hybrid_sliding", "linear_attention", "hybrid_sliding"], "num_key_value_heads": 2}
-PARALLEL |= {"sliding_window": 6, "num_heads": 4, "state_size": 12, "head_dim": 12, "use_rope_in_mixer": True}
-PARALLEL |= {"use_qk_proj": True, "use_qk_norm": True}
-MIXED = {"block_types": ["mixed_attention", "linear_attention", "mixed_attention"], "num_attention_heads": 6}
-MIXED |= {"num_key_value_heads": 3, "full_attention_groups": [[1], [], [0, 2]], "sliding_window": 6, "head_dim": 4}
-MIXED |= {"attn_scale": 0.3, "floor_scale": 4}
-ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
-SINK, SCALAR_SINK = {"attention_sink": "constant"}, {"attention_sink": "scalar", "zero_kv_sink": False}
-ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
 STUDENT = {"teacher_type": "qwen3", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
 STUDENT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3}
 STUDENT |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
@@ -64,19 +55,14 @@ STUDENTS = "hybrid_student"
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
-    "longhorn heads": ("longhorn", {**LONGHORN, "num_heads": 4, "conv_kernel": 2}),
+    "longhorn conv of 2": ("longhorn", {**LONGHORN, "conv_kernel": 2}),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
-    "longhorn beside windows, a sink": ("longhorn", {**LONGHORN, **PARALLEL, **SINK}),
-    "longhorn + attention of mixed groups": ("longhorn", {**LONGHORN, **MIXED, **SINK}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
-    "bst with memory": (
-        "bst",
-        {**BST, **SCALAR_SINK, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2},
-    ),
+    "bst with memory": ("bst", {**BST, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}),
     "bst block-recurrent": ("bst", {**BST, **BLOCK_RECURRENT, "recurrent_num_states": 3}),
-    "bst rotary with a sink": ("bst", {**BST, **ROTARY, **SINK, "zero_kv_sink": False}),
+    "bst without scales": ("bst", {**BST, "qk_norm": False, "attend_self": True, "zero_kv_sink": False}),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "first_sublayer": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "first_sublayer": "window_attention", "sliding_window": 5}),
@@ -88,12 +74,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "filter_length": 16}),
     "longhorn + full attention": (
         "longhorn",
-        {
-            **LONGHORN,
-            "block_types": ["full_attention", "linear_attention", "linear_attention"],
-            "attn_scale": 0.5,
-            "floor_scale": 3,
-        },
+        {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
     "student: windows and a full layer": (
         STUDENTS,
@@ -140,8 +121,6 @@ FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4
 ROWS = [
     "longhorn",
     "longhorn + window and full attention",
-    "longhorn beside windows, a sink",
-    "longhorn + attention of mixed groups",
     "bst sh s4d",
     "bst mh s4",
     "bst mf unstructured",
@@ -288,20 +267,19 @@ WIDE_SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "sliding_window
 WIDE_BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "sliding_window": 16, "ssm_layers": [1]}
 WIDE_LMU = {"lmu_order": 20, "lmu_reduced_order": 6, "pre_intermediate_size": 31, "post_intermediate_size": 43}
 WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
-WIDE_HYBRID = {**HYBRID, **SINK, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
-WIDE_HYBRID |= {"num_heads": 2, "use_qk_proj": True}
-WIDE_HYBRID |= {"block_types": ["hybrid_sliding", "sliding_attention", "full_attention"]}
-WIDE_MIXED = {"block_types": ["mixed_attention", "linear_attention"], "full_attention_groups": [[1], []]}
-WIDE_MIXED |= {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
-LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}
-LIKE_LLAMA |= {**SINK, "zero_kv_sink": False}
 BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"], "recurrent_num_states": 12}
+WIDE_WINDOW = {**WINDOW, "window": 20}
+WIDE_STUDENT = of_student({**WIDE_WINDOW, "groups": [1]}, {"attention": "full"}, attn_scale=0.3, floor_scale=4)
+WIDE_STUDENT |= {"num_hidden_layers": 2}
+WIDE_STUDENT_WITH_MIXER = of_student({**WIDE_WINDOW, "memory": "longhorn"}, WIDE_WINDOW) | {"num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", {"state_size": 5}),
     "longhorn hybrid": ("longhorn", {"state_size": 5, **WIDE_HYBRID}),
-    "longhorn mixed groups": ("longhorn", {"state_size": 5, **WIDE_MIXED}),
+    "student": (STUDENTS, WIDE_STUDENT),
+    "student with a mixer": (STUDENTS, WIDE_STUDENT_WITH_MIXER),
     "spade": ("spade", WIDE_SPADE),
     "spade chunk": ("spade", {**WIDE_SPADE, **CHUNKS}),
     "spade full, trained s4": ("spade", {**WIDE_SPADE, "attention_type": "full", "ssm_trainable": "all"}),
@@ -314,7 +292,6 @@ CASES: dict[str, tuple[str, dict]] = {
     "bst mh": ("bst", {**WIDE_BST, "context_variant": "mh"}),
     "bst mf": ("bst", {**WIDE_BST, "context_variant": "mf", "num_context_states": 4}),
     "bst brect": ("bst", {**WIDE_BST, **BRECT}),
-    "bst like llama": ("bst", {**WIDE_BST, **LIKE_LLAMA}),
     "lmu_isa": ("lmu_isa", WIDE_LMU),
     "lmu_isa global": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "global_attention"}),
     "lmu_isa window": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "window_attention"}),

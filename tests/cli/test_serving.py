@@ -33,9 +33,9 @@ def with_our_paths(**more: str) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], *filter(None, sys.path)])}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = save_checkpoint(tmp_path_factory.mktemp("serving") / "longhorn", export_code=True)
+@pytest.fixture(scope="module", params=["longhorn", "student"])
+def folder(request, tmp_path_factory):
+    folder = save_checkpoint(tmp_path_factory.mktemp("serving") / request.param, request.param, export_code=True)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     letters = set(
         tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))

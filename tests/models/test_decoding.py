@@ -129,9 +129,7 @@ def test_a_static_cache_of_a_target_that_is_full():
 
 
 @compiles
-@pytest.mark.parametrize(
-    "variant", ["longhorn + attention of mixed groups", "lmu-isa + global attention", "spade hyena full"]
-)
+@pytest.mark.parametrize("variant", ["student: groups", "lmu-isa + global attention", "spade hyena full"])
 @torch.inference_mode()
 def test_a_static_cache_that_is_full_in_compiled_steps(variant):
     """The count is a tensor there: the program ends with the same words, as transformers' own ends out of bounds."""

@@ -13,8 +13,8 @@ FIELDS = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "proportional": {"partial_rotary_factor": 0.5},
 }
-ROTARY = ["longhorn + full attention", "longhorn + window and full attention", "longhorn beside windows, a sink"]
-ROTARY += ["longhorn + attention of mixed groups", "bst rotary with a sink"]
+ROTARY = ["longhorn + full attention", "longhorn + window and full attention"]
+ROTARY += ["student: windows and a full layer", "student: groups", "student: first tokens", "student with a mixer"]
 
 
 def rope_of(kind: str, head_dim: int) -> dict:

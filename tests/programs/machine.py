@@ -47,6 +47,8 @@ class Machine:
         ]
         cache = EncoderDecoderCache(*caches) if self.variant.has_encoder else caches[0]
         if self.program.record:
+            if hasattr(config, "fit_cache"):  # of a student, whose layers record
+                config.fit_cache(cache)
             cache.activate_past_recording()
         return cache
 

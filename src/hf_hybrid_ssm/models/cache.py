@@ -136,7 +136,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         return inference or not any(state.is_inference() for state in self.states.values())
 
     def hold_pages(self, states: States, pages: torch.Tensor) -> None:
-        """Stand for B texts among those of a server, for one token more of each, which overwrites their states.
+        """Bind the layer to B pages of a server's state pool for one decoding step, which updates them in place.
 
         Args:
             states: name → memory of P pages (P, ...).
@@ -150,7 +150,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.device = pages.device
 
     def hold_served(self, states: States, keys: ServedKeys, pages: torch.Tensor) -> None:
-        """Stand for B texts among those of a server, which keeps the keys of this layer's full attention.
+        """Bind the layer to B pages, with the keys of its full attention in the server's KV cache.
 
         Args:
             states: the layer's other states, name → tensor (B, ...), which a step may overwrite.

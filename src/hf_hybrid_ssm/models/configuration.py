@@ -15,12 +15,11 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_hybrid_ssm.models.connections import CONNECTIONS
-from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
-# Cache layers with named states: of a recurrence, of window attention, of a layer that keeps the keys of all tokens too;
-# a family with several kinds must tell them apart. Here rather than beside the cache, since configurations do without
-# torch.
+# Cache layers with named states: of a recurrence, of window attention, of a layer that keeps the keys of all tokens
+# too; a family with several kinds must tell them apart. Here rather than beside the cache, since configurations do
+# without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     Derived = Annotated[T, "derived"]
 else:
     Derived = T | None
-"""A field that follows others until it is set: None may be given for it, but is never read."""
+"""A field that is computed from other fields unless it is set; None stands for the default, and is never read."""
 DERIVED: Any = None
 
 
@@ -137,7 +136,6 @@ class HybridConfigMixin(SavedWithCode):
 
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
-        kwargs = without_removed_fields(self.model_type, kwargs, is_saved)
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         self._following = frozenset(name for name in self.derived if getattr(self, name, None) == fields[name].default)
         if is_saved:
@@ -213,7 +211,7 @@ class HybridConfigMixin(SavedWithCode):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, which gives what is saved here, and apart from it what the caller chose.
+        """As in transformers: the configuration, and the unused keyword arguments if asked.
 
         Raises:
             ValueError: what is saved may not be (see `check_saved_configuration`).

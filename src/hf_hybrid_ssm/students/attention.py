@@ -31,7 +31,7 @@ from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.sinks import ConstantSink, first_tokens, last_of, products
 
 OF_WINDOW = "window_"
-"""Before the names of a window's states, in a layer that also keeps all keys and values of other groups."""
+"""Prefix of a window's states in layers that also keep a full KV cache of other groups."""
 ALL_BEFORE = Window.of((None, 0))
 
 

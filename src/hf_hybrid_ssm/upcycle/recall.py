@@ -1,8 +1,8 @@
 """Which layers a teacher recalls with: what recall loses when they get windows, one after the other.
 
 The probe needs no data (`recall_prompts`), no student and no training. Perplexity does not tell: a text is predicted
-nearly as well without any reach. Nor does a layer alone: several layers recall the same, so that each is missed little
-as long as the others reach. So layers go one after the other, the least needed of those that are left first.
+nearly as well without any reach. Removing one layer shows little, since others compensate: so layers are removed
+greedily, the least needed of those that are left first.
 
 What reaches back are the tokens of the question and of the answers. Those before them may be read in windows, in all
 layers: so they are read once, and only the end of a prompt again for each set of layers.

@@ -11,21 +11,34 @@ from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText
 from hf_hybrid_ssm.hub.tables import Table
 from hf_hybrid_ssm.models.cache_names import CACHE
 
-Answers = list[tuple[str, bool]]
-"""(kind, whether the whole answer is right), text by text."""
+Answers = dict[str, str]
+"""Of each kind, text by text, "1" where the whole answer is right and "0" where it is not."""
 
 
 @torch.inference_mode()
 def answers_of(model: Any, texts: Sequence[RealText], progress: Callable[[Any], Any] | None = None) -> Answers:
     """Whether each token of an answer is the model's first choice, for every question. A text is read once."""
-    found: Answers = []
+    found: Answers = {}
     for text in texts if progress is None else progress(texts):
         read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1)[CACHE]
         for asked in text.asked:
             options = {CACHE: copy.deepcopy(read), "logits_to_keep": len(asked.answer) + 1}
             logits = model(asked.ids.to(model.device), **options).logits[0, :-1]
-            found.append((asked.kind, bool((logits.argmax(-1).cpu() == asked.answer).all())))
+            is_right = bool((logits.argmax(-1).cpu() == asked.answer).all())
+            found[asked.kind] = found.get(asked.kind, "") + str(int(is_right))
     return found
+
+
+def shared_answers(found: Answers, teacher: Answers) -> tuple[int, int]:
+    """How many of the teacher's right answers are found too, and how many these are.
+
+    Raises:
+        ValueError: they were asked different questions.
+    """
+    if {kind: len(each) for kind, each in found.items()} != {kind: len(each) for kind, each in teacher.items()}:
+        raise ValueError("a model and its teacher were asked different questions.")
+    pairs = [(own, its) for kind, each in teacher.items() for own, its in zip(found[kind], each, strict=True)]
+    return pairs.count(("1", "1")), sum(its == "1" for _, its in pairs)
 
 
 def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
@@ -37,37 +50,30 @@ def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
     Raises:
         ValueError: two models were asked different questions.
     """
-    teacher = next(iter(answers))
-    asked = {length: [kind for kind, _ in found] for length, found in answers[teacher].items()}
-    for name, by_length in answers.items():
-        if {length: [kind for kind, _ in found] for length, found in by_length.items()} != asked:
-            raise ValueError(f"{name} and {teacher} were asked different questions.")
-    kinds = list(dict.fromkeys(kind for several in asked.values() for kind in several))
+    teacher, *_ = answers
+    lengths = {length: sum(map(len, found.values())) for length, found in answers[teacher].items()}
+    kinds = list(dict.fromkeys(kind for found in answers[teacher].values() for kind in found))
+    columns = ["model"]
+    for length, count in lengths.items():
+        columns += [f"right of {count} in {length:,} tokens, 95 %", f"of {teacher}'s"]
+    counts = {kind: sum(len(found.get(kind, "")) for found in answers[teacher].values()) for kind in kinds}
+    columns += [f"{kind}, of {count}" for kind, count in counts.items()]
     rows = []
     for name, by_length in answers.items():
         row = [name]
-        for length, found in by_length.items():
-            row.append(_share(sum(right for _, right in found), len(found)))
-            known = [own for (_, own), (_, its) in zip(found, answers[teacher][length], strict=True) if its]
-            row.append("" if name == teacher else _percent(sum(known), len(known)))
-        every = [each for found in by_length.values() for each in found]
-        row += [str(sum(right for kind, right in every if kind == one)) for one in kinds]
+        for length, count in lengths.items():
+            known = shared_answers(by_length[length], answers[teacher][length])
+            right = sum(each.count("1") for each in by_length[length].values())
+            row += [f"{right} ({_interval(right, count)})", "" if name == teacher or not known[1] else _share(*known)]
+        row += [str(sum(found.get(kind, "").count("1") for found in by_length.values())) for kind in kinds]
         rows.append(row)
-    columns = ["model"]
-    for length, several in asked.items():
-        columns += [f"right of {len(several)} in {length:,} tokens, 95 %", f"of {teacher}'s"]
-    counts = [sum(several.count(kind) for several in asked.values()) for kind in kinds]
-    columns += [f"{kind}, of {count}" for kind, count in zip(kinds, counts, strict=True)]
     return Table("Facts of many kinds in real texts: whole answers", columns, rows)
 
 
 def _share(right: int, count: int) -> str:
-    low, high = wilson_interval(right, count)
-    return f"{right} ({low:.0%} to {high:.0%})"
+    return f"{right / count:.0%} ({_interval(right, count)})"
 
 
-def _percent(right: int, count: int) -> str:
-    if not count:
-        return ""
+def _interval(right: int, count: int) -> str:
     low, high = wilson_interval(right, count)
-    return f"{right / count:.0%} ({low:.0%} to {high:.0%})"
+    return f"{low:.0%} to {high:.0%}"

@@ -1,5 +1,7 @@
 """Attention of a Block-State Transformer layer: to the window, and beside it to context states or recurrent states."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -105,7 +107,7 @@ class StateAttention(WindowAttention):
 class ContextAttention(StateAttention):
     """A "bst" layer's: the tokens also attend to the context states of their blocks (equations 3.3 and 3.4)."""
 
-    states_class = ContextStates
+    states_class: Callable[[BstConfig], ContextStates] = ContextStates
 
     def _add_states(self, config: BstConfig) -> None:
         self.context = self.states_class(config)

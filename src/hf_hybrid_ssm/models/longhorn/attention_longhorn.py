@@ -41,7 +41,7 @@ class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
     float32_parameters = ("inv_freq", "original_inv_freq")
 
     def __init__(self, config: LonghornConfig):
-        sized = copy.copy(config)
+        sized: Any = copy.copy(config)
         vars(sized).setdefault("max_position_embeddings", None)  # which Llama's reads, and here may be absent
         super().__init__(sized)
         self.config = config
@@ -109,7 +109,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         assert config.sliding_window is not None  # `LonghornConfig` refuses such layers without it
         self.window = Window.of((config.sliding_window - 1, 0))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows,

@@ -149,8 +149,8 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
         if isinstance(module, LonghornMixer):
             init.zeros_(module.dt_bias)
             init.ones_(module.D)
-            for part in (module.in_proj, module.x_proj, module.dt_proj, module.conv1d):
-                _uniform(part)
+            for projection in (module.in_proj, module.x_proj, module.dt_proj, module.conv1d):
+                _uniform(projection)
             _uniform(module.out_proj, scale)
         elif isinstance(module, LonghornAttention | SwiGLU):
             *inner, last = module.children()
