@@ -58,6 +58,7 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     shown = capsys.readouterr()
     assert "tensors are the teacher's, 4 of the student's are new" in shown.err  # keys and values of two sinks
     assert re.search(r"Constant sinks hold \(.* over 512 tokens\)", shown.err)
+    assert check_contents(out)["code"] > 0
     wanted, _ = upcycle(load_teacher(made / "teacher"), Keep([1, 2], window=WINDOW))
     found = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0, atol=0)

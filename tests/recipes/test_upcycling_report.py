@@ -32,7 +32,7 @@ def place(tmp_path_factory):
 def arguments_of(place, output, **options):
     students = {"wide": {"keep": 0}, "even": {"keep": 1, "keep_by": "even"}, "made": {"keep": 1.0}}
     given = {
-        "students": students | {"groups": {"keep": [[1, 0]]}, "long": {"keep": 0, "window": 250}},
+        "students": students | {"groups": {"keep": [[1, 0]], "sink": "constant"}, "long": {"keep": 0, "window": 250}},
         "multiples": [2],
         "samples": 3,
         "edges": [8, 64, 200],

@@ -18,7 +18,7 @@ from hf_hybrid_ssm.students.teacher import attention_layers, class_of
 from hf_hybrid_ssm.upcycle.choice import Keep, LayerChoice, choose_layers
 from hf_hybrid_ssm.upcycle.divergence import text_of
 from hf_hybrid_ssm.upcycle.probe_prompts import made_text
-from hf_hybrid_ssm.upcycle.teacher import Teacher
+from hf_hybrid_ssm.upcycle.teacher import Teacher, layers_of
 
 ATTN_SCALE = 0.1
 """As in Llama 4."""
@@ -72,7 +72,12 @@ def config_of(
     """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
-    _check_memory(memory, memory_fields)
+    given = {"instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
+    _check_memory(memory, memory_fields, [name for name, value in given.items() if value])
+    if unknown := sorted(set(memory_layers or ()) - set(layers_of(teacher))):
+        raise ValueError(
+            f"memory_layers={memory_layers} names {unknown[0]}, where the teacher does not see all tokens."
+        )
     if sink == AUTO:
         sink = (
             "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
@@ -96,14 +101,14 @@ def config_of(
     return config
 
 
-def _check_memory(memory: str | None, fields: dict[str, Any]) -> None:
+def _check_memory(memory: str | None, fields: dict[str, Any], others: Sequence[str]) -> None:
     """
     Raises:
-        ValueError: there is no memory of these fields, or one of them is the teacher's.
+        ValueError: there is no memory of these fields and `others`, or one of them is the teacher's.
     """
-    if memory is None and fields:
+    if memory is None and (fields or others):
         raise ValueError(
-            f"{', '.join(sorted(fields))}: of a memory, and there is none; give memory=, or leave it out."
+            f"{', '.join([*sorted(fields), *others])}: of a memory, and there is none; give memory=, or leave it out."
         )
     if fixed := sorted(fields.keys() & set(OF_TEACHER)):
         raise ValueError(f"{', '.join(fixed)} of a memory must be its teacher's: leave it out.")
