@@ -104,6 +104,10 @@ def test_fused_distillation_is_distillation(name, kind):
 
 def test_a_head_that_scales_is_not_plain():
     assert not has_plain_head(teacher_of("granite")) and has_plain_head(teacher_of("gemma3"))
+    student = student_of(teacher_of("llama"), "mixers beside", window_dropout=0.5).train()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert has_plain_head(student) and student.training and torch.equal(torch.get_rng_state(), before)
 
 
 def test_which_students_remember_beside_a_window():

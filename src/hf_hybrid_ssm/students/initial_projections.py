@@ -70,8 +70,8 @@ def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
     Raises:
         ValueError: the mixer has no bias, or too few channels for the values.
     """
-    sizes: Any = mixer.projection_sizes
-    channels, (rank, states, _) = len(mixer.D), sizes
+    channels, rank = len(mixer.D), mixer.dt_proj.in_features
+    states = (mixer.x_proj.out_features - rank) // 2
     values = attention.v_proj.weight.double()  # (KV heads x e, M)
     count = len(values)
     if mixer.in_proj.bias is None or mixer.out_proj.bias is None:
