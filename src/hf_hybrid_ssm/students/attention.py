@@ -318,7 +318,7 @@ def implementation(own: str) -> str:
 def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
     """The mask of attention that is the teacher's own; None where no layer takes it: windows take none."""
     of_window = local_size is not None and getattr(config, "attention_chunk_size", None) is None
-    if of_window or all(layer.attention != "full" for layer in config.plan.layers):
+    if of_window or "full" not in config.plan.own_kinds:
         return None
     padding = options.get("attention_mask")
     if padding is not None and not can_read_values(padding):  # which is looked at to leave the mask out

@@ -6,7 +6,7 @@ import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -83,6 +83,24 @@ class Student:
         layers = tuple(_layer(index, layer) for index, layer in enumerate(saved.get("layers", ())))
         return cls(**{**saved, "layers": layers})
 
+    @cached_property
+    def own_kinds(self) -> frozenset[str]:
+        """The attention of the layers that are the teacher's."""
+        return frozenset(layer.attention for layer in self.layers if layer.is_own)
+
+    @cached_property
+    def has_windows(self) -> bool:
+        return any(layer.is_windowed for layer in self.layers)
+
+    @cached_property
+    def has_sinks(self) -> bool:
+        return any(layer.sink is not None for layer in self.layers)
+
+    @cached_property
+    def cache_layer_types(self) -> list[str]:
+        """As of `HybridStudentConfig`."""
+        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.layers]
+
     def most_full_groups(self, groups: int) -> int:
         """The key/value groups, of so many, that see all tokens in the layer that has most of them."""
         return max((groups if layer.attention == "full" else len(layer.groups) for layer in self.layers), default=0)
@@ -154,7 +172,7 @@ class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
     @property
     def cache_layer_types(self) -> list[str]:
         """What `prepare_cache` expects: this package's layers, or the teacher's."""
-        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.plan.layers]
+        return self.plan.cache_layer_types
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""

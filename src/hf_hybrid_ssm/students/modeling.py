@@ -251,7 +251,7 @@ class HybridStudentModel(StudentMixin):
         Raises:
             ValueError: as of `resolve_packing`; or rows pack documents, and a layer of the teacher's knows of none.
         """
-        kinds = {layer.attention for layer in self.config.plan.layers if layer.is_own}
+        kinds = self.config.plan.own_kinds
         prepared = isinstance(attention_mask, dict)
         rows = resolve_packing(
             given.shape[:2],
@@ -273,7 +273,7 @@ class HybridStudentModel(StudentMixin):
 
     def _positions(self, rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
-        if not any(layer.is_windowed for layer in self.config.plan.layers):
+        if not self.config.plan.has_windows:
             return rows.positions(device)
         ranks = _ranks(rows, cache, device)
         return ranks if rows.padding is None else rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
@@ -282,8 +282,7 @@ class HybridStudentModel(StudentMixin):
         self, rows: PackedRows, cache: Cache | None, position_ids: torch.Tensor
     ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles], dict[int, torch.Tensor]]:
         """`Forward.ranks`, `Forward.angles` and `Forward.sink_keys`."""
-        sinks = {layer.sink for layer in self.config.plan.layers} - {None}
-        ranks = Ranks(_ranks(rows, cache, position_ids.device)) if sinks else None
+        ranks = Ranks(_ranks(rows, cache, position_ids.device)) if self.config.plan.has_sinks else None
         angles: dict[tuple[Any, int], Angles] = {}
         keys: dict[int, torch.Tensor] = {}
         for place, layers in self.places.items():
