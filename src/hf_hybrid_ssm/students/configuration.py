@@ -154,7 +154,8 @@ class HybridStudentConfig(PreTrainedConfig):
     @property
     def cache_layer_types(self) -> list[str]:
         """What `prepare_cache` expects: this package's layers, or the teacher's."""
-        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.plan.layers]
+        layers = self.plan.layers[: self.num_hidden_layers]  # fewer while generation exits early
+        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in layers]
 
     def fit_cache(self, cache: Any) -> None:
         """Replace the empty layers of a cache that was made for the teacher where this student keeps other things."""
