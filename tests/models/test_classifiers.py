@@ -97,8 +97,6 @@ def test_a_causal_spade_classifier_reads_the_last_real_token(side):
 def test_spade_fields_that_contradict_each_other():
     with pytest.raises(ValueError, match="pooling='first' with causal_classifier=True"):
         config_of("spade s4 window", causal_classifier=True, pooling="first")
-    with pytest.raises(ValueError, match="causal_classifier=True is no longer an option"):
-        config_of("encoder-decoder", causal_classifier=True)
 
 
 # -- multiple choice --------------------------------------------------------------------------------------------------

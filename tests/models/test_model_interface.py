@@ -50,8 +50,8 @@ def test_attention_weights_are_refused_where_there_are_none(case):
     if model.can_generate():
         with pytest.raises(ValueError, match="output_attentions=True cannot be answered"):
             model.generate(ids, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2)
-    model.config.output_attentions = True
-    with pytest.raises(ValueError, match="output_attentions=True cannot be answered"):
+    with pytest.raises(ValueError, match=r"output_attentions=True cannot be answered|attribute is not supported"):
+        model.config.output_attentions = True  # which a student's configuration, as its teacher's, may refuse itself
         model(**inputs)
     assert model(**inputs, output_attentions=False).logits.isfinite().all()
 

@@ -172,7 +172,7 @@ class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
     @property
     def cache_layer_types(self) -> list[str]:
         """What `prepare_cache` expects: this package's layers, or the teacher's."""
-        return self.plan.cache_layer_types
+        return self.plan.cache_layer_types[: self.num_hidden_layers]  # fewer while generation exits early
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""
