@@ -1,4 +1,4 @@
-"""The tables of docs/experiments_tables.md, docs/upcycling.md and docs/upcycling_tables.md: a function each, from the results to Markdown."""
+"""The tables of docs/experiments_tables.md, upcycling.md and upcycling_tables.md: from results to Markdown."""
 
 import statistics
 import sys

@@ -47,8 +47,8 @@ RECURRENT = {
 
 FIXED = {
     "block_recurrent": RECURRENT,
-    "like-llama-recurrent": {
-        **OPTIONS["like-llama"], **RECURRENT, "block_types": ["block_recurrent", "sliding_attention", "bst"],
+    "without scales, recurrent": {
+        **OPTIONS["self-and-no-sink"], **RECURRENT, "block_types": ["block_recurrent", "sliding_attention", "bst"],
         "context_variant": "mf",
     },
 }  # fmt: skip

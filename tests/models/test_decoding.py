@@ -9,7 +9,6 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from hf_hybrid_ssm.models.cache import (
     RecurrentStateLayer,
     StateAndKeysLayer,
-    StateAndWindowLayer,
     WindowLayer,
     is_recurrent_state_layer,
     state_layer,
@@ -313,7 +312,7 @@ def test_precomputed_constants_follow_the_weights(variant):
     check(model.double())
 
 
-@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndWindowLayer, StateAndKeysLayer])
+@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndKeysLayer])
 def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
     """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
     layer = kind()

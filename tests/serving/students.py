@@ -27,7 +27,10 @@ FULL_STUDENTS: dict[str, tuple[str, dict]] = {
     "student of single groups": ("qwen3", {"keep": [(0, 1), 2], "sink": "first_token", "attn_scale": 0.3}),
     "student of a teacher with windows": ("gemma3_text", {"keep": [(1, 0), 3]}),
     "student of experts": ("mixtral", {"keep": [1]}),
-    "student with mixers and a full layer": ("llama", {"keep": [1], "memory": "longhorn", "instead": True}),
+    "student with mixers and a full layer": (
+        "llama",
+        {"keep": [1], "memory": "longhorn", "instead": True, "state_size": 4},
+    ),
     "student with a mixer beside groups": ("llama", {"keep": [(1, 0)], "memory": "longhorn"}),
     "student all of whose layers are kept": ("phi", {"keep": [0, 1, 2, 3]}),
 }

@@ -146,7 +146,7 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     """The weights are those of the class in `config.json`, in name and shape; of a delta, with what carries over.
 
     Returns:
-        The shapes of that class's tensors, by name.
+        The shapes of that class's tensors, by name, but for tied ones.
 
     Raises:
         ValueError: names the file and a tensor.
@@ -175,7 +175,7 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
                 f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."
             )
         check_dtype(file_of[name], name, dtype, wanted.dtype, architecture)
-    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    return {name: tuple(tensor.shape) for name, tensor in expected.items() if name not in _tied(model)}
 
 
 def _of_teacher(config: Any) -> set[str]:

@@ -135,8 +135,8 @@ def init_memories(student: Any, teacher: Any) -> None:
     """
     base, own = student.base_model, attention_layers(teacher.config)
     attention = {index: teacher.base_model.get_submodule(layer.name) for index, layer in own.items()}
-    memories = {index: getattr(base.get_submodule(own[index].name), "memory", None) for index in own}
-    memories = {index: memory for index, memory in memories.items() if memory is not None}
+    modules = {index: base.get_submodule(layer.name) for index, layer in own.items()}
+    memories: dict[int, Any] = {index: each.memory for index, each in modules.items() if hasattr(each, "memory")}
     for index in memories:
         if missing := [name for name in sorted(HEADS) if not hasattr(attention[index], name)]:
             raise ValueError(

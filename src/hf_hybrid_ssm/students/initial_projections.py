@@ -70,7 +70,8 @@ def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
     Raises:
         ValueError: the mixer has no bias, or too few channels for the values.
     """
-    channels, (rank, states, _) = len(mixer.D), mixer.sizes
+    sizes: Any = mixer.sizes
+    channels, (rank, states, _) = len(mixer.D), sizes
     values = attention.v_proj.weight.double()  # (KV heads x e, M)
     count = len(values)
     if mixer.in_proj.bias is None or mixer.out_proj.bias is None:

@@ -1,7 +1,7 @@
 """Sinks of windows: what takes the place of the first token where a window has left it.
 
-In pretrained transformers the first token of a text acts as an attention sink (Xiao et al., arXiv 2309.17453). A window
-that has moved on does not see it. In its stead comes
+In pretrained transformers the first token of a text acts as an attention sink (Xiao et al., arXiv 2309.17453). A
+window that has moved on does not see it. In its stead comes
 
     "constant"      a key and a value of the layer's own, W + 1 tokens before each token;
     "first_token"   the key and the value of the text's first token, which the cache keeps.

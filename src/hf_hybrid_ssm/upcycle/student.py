@@ -91,10 +91,10 @@ def config_of(
             f"no layer of the teacher (model_type={teacher.model_type!r}) sees all tokens: its cache does not grow."
         )
     if attn_scale is None:
-        made = [layer for layer, (kind, _) in zip(config.plan.layers, own) if kind == "full"]
-        with_sinks = any(layer.sink is not None for layer in made)
-        sees_all = any(layer.attention == "full" or layer.groups for layer in made)
-        attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
+        with_sinks = any(layer.sink is not None for layer in config.plan.layers)
+        sees_all = any(layer.attention == "full" or layer.groups for layer in config.plan.layers)
+        only_full = all(kind in ("full", "none") for kind, _ in own)
+        attn_scale = ATTN_SCALE if with_sinks and sees_all and only_full else 0.0
     config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
     if memory is not None:  # its fields are checked as it is made
         without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
@@ -145,7 +145,8 @@ def upcycle(
         sink: of the windows: "constant", "first_token" or None (see `hf_hybrid_ssm.students.sinks`); "auto": constant
             where that is as good on a text (see `choose_sink`), else the first token.
         attn_scale: of queries that see all tokens (see `Student`): few layers find one token among many with sharper
-            queries. None: 0.1 where some see all tokens beside windows with sinks, else 0.
+            queries. None: 0.1 where some see all tokens beside windows with sinks, of a teacher that has no windows;
+            else 0.
         init: memories start from the "projections" of the attention that they stand beside or replace, or "random".
         window_dropout: in training, the share of rows in which a memory beside a window is all that there is.
         text: token ids (B, L) from first tokens on, for "auto"; None: made sentences, or what the teacher writes.

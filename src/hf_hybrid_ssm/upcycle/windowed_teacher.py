@@ -168,14 +168,15 @@ class LayerReplay:
             self._inputs.append(args[0] if args else kwargs["hidden_states"])
             self._given.append((args[1:], rest))
 
+        outputs: list[torch.Tensor] = []  # of the last layer; what reads it is the last norm
+
         def look_for_norm(module: Any, args: tuple[Any, ...]) -> None:
-            if args and args[0] is self._last:
+            if outputs and args and args[0] is outputs[0]:
                 self._norm = module
 
         def remember_last(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            self._last = _hidden(output)
+            outputs.append(_hidden(output))
 
-        self._last: torch.Tensor | None = None
         hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in self._layers]
         hooks.append(last.register_forward_hook(remember_last))
         hooks += [module.register_forward_pre_hook(look_for_norm) for module in base.children()]
@@ -185,7 +186,6 @@ class LayerReplay:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._last = None
         self.base = self.teachers_own
         if masks:
             self.compare_with(masks)

@@ -43,7 +43,7 @@ def student(name, folder):
 
 ORIGINS = {f"exported with its code, {family}": (exported, family) for family in FAMILIES}
 ORIGINS |= {"converted, longhorn": (converted_longhorn, ""), "converted, spade": (converted_spade, "")}
-ORIGINS |= {"student": (student, "student of windows and full layers")}
+ORIGINS |= {"student": (student, "student with a mixer beside groups")}
 
 
 @pytest.mark.parametrize("origin", ORIGINS)

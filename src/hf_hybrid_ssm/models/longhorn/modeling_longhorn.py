@@ -63,10 +63,10 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         super().__init__()
         self.layer_idx = layer_idx
         channels, rank = config.intermediate_size, int(config.time_step_rank)
-        self.sizes = [rank, config.state_size, config.state_size]
+        self.projection_sizes = [rank, config.state_size, config.state_size]
         self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
         self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
-        self.x_proj = nn.Linear(channels, sum(self.sizes), bias=False)
+        self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
         self.dt_proj = nn.Linear(rank, channels, bias=False)
         # The scan adds this bias in float32, so it is not part of `dt_proj`.
         at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -81,7 +81,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     def forward_rows(self, u: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x, conv = self.conv1d(x, rows, past.get("conv"))
-        d, k, q = self.x_proj(x).split(self.sizes, dim=-1)
+        d, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
         options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "rows": rows, "initial_state": past.get("scan")}
         y, scan = longhorn_scan(x, self.dt_proj(d), k, q, **options)
         return self.out_proj(y), {} if conv is None else {"conv": conv, "scan": scan}
