@@ -1,4 +1,6 @@
-"""Give a pretrained transformer a cache that stops growing, and train what became of it.
+"""Turn a pretrained transformer into a student.
+
+Its cache stops growing, or grows in few layers; then it may be trained.
 
     python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
 

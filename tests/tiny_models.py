@@ -18,6 +18,7 @@ from transformers import (
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm import students
+from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.models.families import FAMILIES
 
 compiles = pytest.mark.skipif(
@@ -229,8 +230,7 @@ def shallow_language_model(variant: str) -> PreTrainedModel:
 def recording_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache that can go back, of the layers that the model keeps."""
     cache = DynamicCache(config=model.config)
-    if hasattr(model.config, "fit_cache"):  # of a student; else it is fitted in the first forward
-        model.config.fit_cache(cache)
+    fit_cache(cache, model.config)
     cache.activate_past_recording()
     return cache
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.students.initial import init_memories, student_of
 from hf_hybrid_ssm.students.initial_projections import score_factors
@@ -306,7 +307,7 @@ def test_every_way_to_read_a_text_gives_the_same(model):
         alone = torch.cat([model(ids[:1, :10]).logits, model(ids[:1, 10:]).logits], 1)
         close(model(ids[:1], seq_idx=documents).logits, alone)
         cache = DynamicCache(config=model.config)
-        model.config.fit_cache(cache)
+        fit_cache(cache, model.config)
         cache.activate_past_recording()
         model(ids[:, :12], cache=cache)
         model(torch.cat([ids[:, 12:15], tokens(2, 8, seed=2)], 1), cache=cache)

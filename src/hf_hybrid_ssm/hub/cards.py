@@ -324,8 +324,8 @@ def _teacher(name: str, delta: Delta) -> str:
     command = f"hf-hybrid-ssm export {shlex.quote(name)} --full OUT --teacher TEACHER"
     return (
         f"This is a delta: it holds what the student has beyond its teacher, {code_span(delta.teacher)} ({place}). "
-        f"It loads where that teacher is at hand, whose weights have the fingerprint {code_span(delta.fingerprint)}. "
-        f"{code_span(command)} writes the whole model."
+        "All other tensors are the teacher's of the same name. It loads where that teacher is at hand, whose weights "
+        f"have the fingerprint {code_span(delta.fingerprint)}. {code_span(command)} writes the whole model."
     )
 
 

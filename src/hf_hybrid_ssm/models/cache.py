@@ -461,8 +461,14 @@ def capacity_of(cache: Cache | None) -> int | None:
 
 
 FITTERS: dict[str, Callable[[Any, Any], None]] = {}
-"""Model type → what gives a cache, made for another model of that configuration, the layers that are kept: a
-student's cache is made as its teacher's."""
+"""Model type → what `fit_cache` does for it."""
+
+
+def fit_cache(cache: Cache, config: PreTrainedConfig) -> None:
+    """Give an empty cache that was made by a configuration the layers that its model keeps: transformers makes that of
+    a student as its teacher's."""
+    if config.model_type in FITTERS:
+        FITTERS[config.model_type](cache, config)
 
 
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int, length: int = 0) -> Cache:
@@ -487,8 +493,7 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     if not cache.layers and isinstance(cache, DynamicCache):
         cache.layers = DynamicCache(config=config).layers
         cache.layer_class_to_replicate = None
-    if config.model_type in FITTERS:
-        FITTERS[config.model_type](cache, config)
+    fit_cache(cache, config)
     layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:

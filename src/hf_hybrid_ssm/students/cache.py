@@ -6,13 +6,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
-from hf_hybrid_ssm.models.cache import (
-    FITTERS,
-    RecurrentStateLayer,
-    StaticRecurrentStateLayer,
-    is_recurrent_state_layer,
-)
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer, StaticRecurrentStateLayer, is_recurrent_state_layer
 
 
 class WindowedLayer(RecurrentStateLayer):
@@ -37,7 +31,7 @@ class StaticWindowedLayer(StaticRecurrentStateLayer):
     offload = prefetch = WindowedLayer.offload
 
 
-def fit_cache(cache: Any, config: Any) -> None:
+def fit_student_cache(cache: Any, config: Any) -> None:
     """Replace the empty layers of a cache that was made for the teacher where a student keeps other things."""
     if isinstance(cache, DynamicCache) and not cache.layers:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
@@ -51,6 +45,3 @@ def fit_cache(cache: Any, config: Any) -> None:
         else:
             layers[index] = WindowedLayer()
             layers[index].record_past = any(getattr(each, "record_past", False) for each in layers)
-
-
-FITTERS[HybridStudentConfig.model_type] = fit_cache

@@ -70,7 +70,7 @@ def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
     Raises:
         ValueError: the mixer has no bias, or too few channels for the values.
     """
-    sizes: Any = mixer.sizes
+    sizes: Any = mixer.projection_sizes
     channels, (rank, states, _) = len(mixer.D), sizes
     values = attention.v_proj.weight.double()  # (KV heads x e, M)
     count = len(values)

@@ -24,8 +24,10 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from hf_hybrid_ssm.models.base import HybridPreTrainedModel, WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
+    FITTERS,
     capacity_of,
     check_cache_without_states,
+    fit_cache,
     holds_states,
     is_recurrent_state_layer,
     let_assistant_forget,
@@ -44,7 +46,7 @@ from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
-from hf_hybrid_ssm.students.cache import fit_cache
+from hf_hybrid_ssm.students.cache import fit_student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -62,6 +64,7 @@ KEPT = (
     "_supports_sdpa",
 )
 """Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+FITTERS[HybridStudentConfig.model_type] = fit_student_cache
 
 
 class StudentMixin(HybridPreTrainedModel):
