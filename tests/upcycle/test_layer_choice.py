@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.models.cache_names import CACHE
-from hf_hybrid_ssm.upcycle import Keep, LayerChoice, Teacher, choice, choose_layers, recall, upcycle
+from hf_hybrid_ssm.upcycle import Keep, LayerChoice, Teacher, choice, choose_layers, recall, upcycle, windowed_teacher
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
@@ -210,8 +210,9 @@ def test_progress_is_shown_to_the_end_of_a_ranking(rank):
 
 @EVERY
 @torch.no_grad()
-def test_the_end_of_a_text_is_read_after_windows(name):
+def test_the_end_of_a_text_is_read_after_windows(name, monkeypatch):
     """Against one forward of the whole text: its start in windows in all layers, its end in some."""
+    monkeypatch.setattr(windowed_teacher, "PIECE", 4)
     teacher, inputs, start = other(name), tokens(1, 24), 15
     mask, (first, *_, last) = window_mask(24, 5), teacher.layers
     ending = mask.clone()
@@ -228,7 +229,11 @@ def test_the_end_of_a_text_is_read_after_windows(name):
         torch.testing.assert_close(found.compare_with([first]), wanted, atol=2e-5, rtol=0)
         torch.testing.assert_close(found.compare_with([(first, g) for g in range(2)]), wanted, atol=2e-5, rtol=0)
         found.compare_with([])
-        torch.testing.assert_close(found.without(first), wanted, atol=2e-5, rtol=0)
+        for parts in ([first], [last, first, (last, 0)]):  # alone, and in one row with others
+            each = dict(zip(parts, found.without_each(parts)))
+            torch.testing.assert_close(each[first], wanted, atol=2e-5, rtol=0)
+        for part in parts[::2]:
+            torch.testing.assert_close(found.compare_with([part]), each[part], atol=2e-5, rtol=0)
 
 
 @EVERY
