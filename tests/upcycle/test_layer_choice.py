@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.upcycle import Keep, LayerChoice, Teacher, choice, choose_layers, recall, upcycle, windowed_teacher
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
@@ -17,7 +16,6 @@ from hf_hybrid_ssm.upcycle.windowed_teacher import (
     maskable,
     window_mask,
     windowed_groups,
-    windowed_layers,
 )
 from tests.upcycle.recalling_teacher import LAYERS, READS_PREVIOUS, RECALLS, VOCAB, recalling_teacher
 from tests.upcycle.test_upcycle import EVERY, SIZES, teacher_of, tokens
@@ -105,21 +103,15 @@ def test_groups_of_a_layer_are_windowed_alone():
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
-def test_windowed_layers_are_those_of_a_replay(implementation):
-    """Padding on the right changes nothing; a cache is refused; afterwards the teacher is what it was."""
+def test_a_replay_takes_any_attention(implementation):
+    """Afterwards the teacher is what it was."""
     teacher, inputs, mask = other("qwen3"), tokens(2, 24), window_mask(24, 5)
     model = teacher.model
     with maskable(teacher), torch.no_grad():
         wanted = LayerReplay(teacher, inputs).hidden_states({1: mask, 2: mask})
     model.config._attn_implementation = implementation
-    with windowed_layers(teacher, [2, 1], 5), torch.no_grad():
-        torch.testing.assert_close(model.model(inputs, use_cache=False).last_hidden_state, wanted)
-        padded = torch.nn.functional.pad(inputs, (0, 6))
-        torch.testing.assert_close(model.model(padded, use_cache=False).last_hidden_state[:, :24], wanted)
-        whole = model.model(inputs, use_cache=True)
-        torch.testing.assert_close(whole.last_hidden_state, wanted)
-        with pytest.raises(ValueError, match="cannot go on from a cache"):
-            model(inputs, **{CACHE: whole[CACHE]})
+    with maskable(teacher), torch.no_grad():
+        torch.testing.assert_close(LayerReplay(teacher, inputs).hidden_states({1: mask, 2: mask}), wanted)
     assert model.config._attn_implementation == implementation
     assert not any(teacher.attention_of(layer)._forward_pre_hooks for layer in teacher.layers)
 
@@ -377,6 +369,7 @@ def test_what_is_kept_is_checked_together():
     found = choose_layers(teacher, Keep(1, window=WINDOW))
     assert found.layers == [RECALLS] and found.kept == found.teacher and found.teacher.right > 0.9
     assert "kept (recall): 2\n" in str(found) and found.window == WINDOW
+    assert choose_layers(teacher, Keep(1, window=WINDOW), is_tried=False) == replace(found, teacher=None, kept=None)
     texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW, windows=2)]
     assert rank_layers_by_kl(teacher, texts, WINDOW).layers[0] == RECALLS
     assert sorted(rank_layers_by_sensitivity(teacher, texts).layers[:2]) == [READS_PREVIOUS, RECALLS]

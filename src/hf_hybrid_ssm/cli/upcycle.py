@@ -122,7 +122,7 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
     from hf_hybrid_ssm.upcycle import choose_layers, save_delta, upcycle
     from hf_hybrid_ssm.upcycle.student import BEYOND
 
-    choice = choose_layers(teacher, keep, _progress)
+    choice = choose_layers(teacher, keep, _progress, is_tried=not args.needles)  # which ask the student itself
     text = None if ids is None else ids[:, : args.window + 2 + BEYOND]
     student, report = upcycle(teacher, choice, memory=args.memory, text=text)
     print(choice)

@@ -81,7 +81,7 @@ class LayerChoice:
         by: "recall", "group_recall", "kl", "sensitivity", "even", or "list" if they were named.
         ranking: of all layers or groups; None where nothing was ranked.
         teacher, kept: what the teacher recalls of prompts that the ranking has not seen, and what it recalls with
-            windows in all other layers or groups at once; None unless ranked by recall.
+            windows in all other layers or groups at once; None unless ranked by recall, and tried.
         window: W of the others.
     """
 
@@ -125,23 +125,26 @@ def _listed(parts: Sequence[Any], layers: list[int], groups: int) -> list[Any]:
     return sorted(set(found))
 
 
-def choose_layers(teacher: Teacher, keep: Keep, progress: Progress | None = None) -> LayerChoice:
-    """The layers to keep, or the key/value groups; those that recall chose are then tried together.
+def choose_layers(
+    teacher: Teacher, keep: Keep, progress: Progress | None = None, is_tried: bool = True
+) -> LayerChoice:
+    """The layers to keep, or the key/value groups.
 
     Rankings use windows of `keep.window`, or shorter ones that take less time (recall 256, kl 128) or fit the
     teacher's positions.
 
     Args:
         progress: wraps what takes long, as `tqdm` does.
+        is_tried: those that recall chose are then tried together (`LayerChoice.teacher`, `kept`).
 
     Raises:
         ValueError: as of `Keep.parts_of`; the teacher does not recall (`NoRecallError`).
     """
-    choice = _chosen(teacher, keep, progress)
+    choice = _chosen(teacher, keep, progress, is_tried)
     return replace(choice, window=keep.window)
 
 
-def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None) -> LayerChoice:
+def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None, is_tried: bool) -> LayerChoice:
     parts, by = keep.parts_of(teacher.config), keep.by
     if not isinstance(keep.parts, int | float):
         return LayerChoice(parts, "list")
@@ -149,12 +152,12 @@ def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None) -> LayerCho
     if by == "group_recall":
         if count == len(layers) * teacher.groups:
             return LayerChoice(parts, by)
-        return _by_recall(teacher, count, keep.window, progress, rank_groups_by_recall)
+        return _by_recall(teacher, count, keep.window, progress, is_tried, rank_groups_by_recall)
     if by == "even" or count in (0, len(layers)):
         return LayerChoice(parts, "even")
     if by in (None, "recall"):
         try:
-            return _by_recall(teacher, count, keep.window, progress, rank_layers_by_recall)
+            return _by_recall(teacher, count, keep.window, progress, is_tried, rank_layers_by_recall)
         except NoRecallError as error:
             if by is not None:
                 raise
@@ -170,13 +173,21 @@ def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None) -> LayerCho
 
 
 def _by_recall(
-    teacher: Teacher, count: int, window: int, progress: Progress | None, rank: Callable[..., LayerRanking]
+    teacher: Teacher,
+    count: int,
+    window: int,
+    progress: Progress | None,
+    is_tried: bool,
+    rank: Callable[..., LayerRanking],
 ) -> LayerChoice:
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
     short = min(window, recall.PROBE_WINDOW, most)
     ranking = rank(teacher, short, progress=progress)
+    layers = sorted(ranking.layers[:count])
+    if not is_tried:
+        return LayerChoice(layers, ranking.by, ranking)
     others = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, short, seed=1)
-    own = recall_of(teacher, others, short)
-    kept = recall_of(teacher, others, short, ranking.layers[count:])
-    return LayerChoice(sorted(ranking.layers[:count]), ranking.by, ranking, own, kept)
+    own = recall_of(teacher, others, short, progress=progress)
+    kept = recall_of(teacher, others, short, ranking.layers[count:], progress)
+    return LayerChoice(layers, ranking.by, ranking, own, kept)

@@ -34,7 +34,7 @@ class LayerRanking:
         scores: of each, in nats: what is lost without its reach when those behind it in the order have none either
             (recall), won with it alone (kl), or lost without its attention alone (sensitivity).
         window: tokens that a windowed layer sees before its own; None: the ranking has no windows.
-        teacher: what the teacher itself recalls; None: the ranking did not ask.
+        teacher: what the teacher itself recalls, of texts read in windows up to the question; None: nobody asked.
     """
 
     by: str

@@ -8,7 +8,7 @@ What reaches back are the tokens of the question and of the answers. Those befor
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -60,9 +60,7 @@ def rank_layers_by_recall(
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
             positions end before the prompts.
     """
-    prompts, own = _recalled_prompts(teacher, window, prompts, seed)
-    order, scores = _ranked(teacher, prompts, window, teacher.layers, progress)
-    return LayerRanking("recall", order, scores, window, own)
+    return _ranking("recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress)
 
 
 @torch.inference_mode()
@@ -78,16 +76,14 @@ def rank_groups_by_recall(
     Not all groups of a layer recall, so that fewer of them keep as much. It takes as many times longer as a layer has
     groups. Arguments and errors are the same.
     """
-    prompts, own = _recalled_prompts(teacher, window, prompts, seed)
     parts = [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
-    order, scores = _ranked(teacher, prompts, window, parts, progress)
-    return LayerRanking("group_recall", order, scores, window, own)
+    return _ranking("group_recall", teacher, window, _prompts(teacher, window, prompts, seed), parts, progress)
 
 
-def _recalled_prompts(
+def _prompts(
     teacher: Teacher, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
-) -> tuple[Sequence[RecallPrompt], RecallScore]:
-    """The prompts of a ranking, and what the teacher recalls of them: enough, or there is none."""
+) -> Sequence[RecallPrompt]:
+    """The prompts of a ranking, which the teacher has positions for."""
     if prompts is None:
         prompts = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, window, seed=seed)
     longest, most = max(prompt.input_ids.shape[1] for prompt in prompts), teacher.config.max_position_embeddings
@@ -96,24 +92,29 @@ def _recalled_prompts(
             f"window={window} makes prompts of {longest} tokens, but the teacher has max_position_embeddings={most}: "
             "give a shorter window."
         )
-    own = recall_of(teacher, prompts, window)
-    if own.right < ENOUGH:
-        raise NoRecallError(
-            f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
-            'the ranking is noise. Choose by "kl" or "even", or give a list of layers.'
-        )
-    return prompts, own
+    return prompts
 
 
-def _ranked(
-    teacher: Teacher, prompts: Sequence[RecallPrompt], window: int, parts: Sequence[Part], progress: Progress | None
-) -> tuple[list[Part], dict[Part, float]]:
+def _ranking(
+    by: str,
+    teacher: Teacher,
+    window: int,
+    prompts: Sequence[RecallPrompt],
+    parts: Sequence[Part],
+    progress: Progress | None,
+) -> LayerRanking:
     """Layers, or groups of layers, most needed first; and what is lost with each when its turn comes."""
     order: list[Part] = []
     scores: dict[Part, float] = {}
     wrapped: Any = progress or list
     with maskable(teacher):
         endings = [_Ending(teacher, prompt, window) for prompt in wrapped(prompts)]
+        own = _score(ending.own for ending in endings)
+        if own.right < ENOUGH:
+            raise NoRecallError(
+                f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since "
+                'below the ranking is noise. Choose by "kl" or "even", or give a list of layers.'
+            )
         turns, left, forwards = _turns(len(parts)), list(parts), 0
         for leave in turns:
             forwards += len(endings) * (len(parts) + 1)
@@ -127,7 +128,13 @@ def _ranked(
             order += least
             left = [part for part in left if part not in least]
         next(steps, None)  # a progress bar closes at the end of its sequence
-    return order[::-1], scores
+    return LayerRanking(by, order[::-1], scores, window, own)
+
+
+def _score(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> RecallScore:
+    """Of the log-probabilities of tokens, and whether each is the first choice, (N,) each."""
+    logs, right = (torch.cat(parts) for parts in zip(*answers))
+    return RecallScore(float(logs.double().mean()), float(right.double().mean()))
 
 
 def _turns(parts: int) -> list[int]:
@@ -160,6 +167,11 @@ class _Ending:
         self._windowed: Sequence[LayerOrGroup] = ()
         self._of_groups: dict[frozenset[int], torch.Tensor] = {}
         self._answers = prompt.positions.to(device) - 1 - first, _recalled(prompt).to(device)
+
+    @property
+    def own(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the teacher itself recalls, as of `_log_probabilities`."""
+        return _log_probabilities(self._teacher, self._replay.teachers_own, self._answers)
 
     def compare_with(self, windowed: Sequence[LayerOrGroup]) -> torch.Tensor:
         """Log-probabilities (N,) of the answers with these parts windowed, and the start of what follows."""
@@ -205,26 +217,28 @@ def _lost(
 
 @torch.inference_mode()
 def recall_of(
-    teacher: Teacher, prompts: Sequence[RecallPrompt], window: int, windowed: Collection[LayerOrGroup] = ()
+    teacher: Teacher,
+    prompts: Sequence[RecallPrompt],
+    window: int,
+    windowed: Collection[LayerOrGroup] = (),
+    progress: Progress | None = None,
 ) -> RecallScore:
     """What a teacher recalls of the prompts with some layers windowed, all at once.
 
     Args:
         windowed: layers, or key/value groups as (layer, group).
     """
-    total, right, count = 0.0, 0, 0
     model, parts = teacher.model, [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
     if windowed:
         keep = [part for part in parts if part not in windowed and part[0] not in windowed]
         model = student_of(model, student_config(teacher.config, keep, window, sink="first_token")).eval()
+    answers = []
     with maskable(teacher):
-        for prompt in prompts:
+        for prompt in prompts if progress is None else progress(prompts):
             ids, positions = prompt.input_ids.to(model.device), prompt.positions.to(model.device)
             logits = model(ids, use_cache=False, logits_to_keep=positions - 1).logits[0].float()
-            tokens = ids[0, positions]
-            total += float(logits.log_softmax(-1).gather(-1, tokens[:, None]).sum())
-            right, count = right + int((logits.argmax(-1) == tokens).sum()), count + len(tokens)
-    return RecallScore(total / count, right / count)
+            answers.append(_of_answers(logits, ids[0, positions]))
+    return _score(answers)
 
 
 def _masks(
@@ -260,6 +274,9 @@ def _log_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the tokens to recall, float32 (N,), and whether each is the first choice, bool (N,)."""
     positions, tokens = answers
-    logits = teacher.logits(states[:, positions])[0].float()
-    log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return log_probabilities, logits.argmax(-1) == tokens
+    return _of_answers(teacher.logits(states[:, positions])[0].float(), tokens)
+
+
+def _of_answers(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As of `_log_probabilities`, of logits (N, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], logits.argmax(-1) == tokens

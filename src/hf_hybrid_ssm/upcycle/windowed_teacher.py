@@ -54,30 +54,6 @@ def maskable(teacher: Teacher) -> Iterator[None]:
         model.train(training)
 
 
-@contextmanager
-def windowed_layers(teacher: Teacher, layers: Collection[int], window: int, sinks: int = 1) -> Iterator[None]:
-    """While it lasts, these layers of a teacher see a window and the first `sinks` tokens.
-
-    Texts are read whole, padded on the right at most: after a cache that holds tokens the teacher raises a ValueError.
-    """
-
-    def windowed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache, x = kwargs.get(CACHE), args[0] if args else kwargs["hidden_states"]
-        if cache is not None and cache.get_seq_length(module.layer_idx):
-            raise ValueError("a teacher with windowed layers reads whole texts: it cannot go on from a cache.")
-        mask = window_mask(x.shape[1], window, sinks, x.device)
-        return args, kwargs | {"attention_mask": _scores_mask(kwargs.get("attention_mask"), mask, x.dtype)}
-
-    with maskable(teacher):
-        chosen = [teacher.attention_of(index) for index in layers]
-        hooks = [module.register_forward_pre_hook(windowed, with_kwargs=True) for module in chosen]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
 class ReadText(DynamicCache):
     """Keys and values of a text that is read; what follows it sees them, and leaves nothing.
 
