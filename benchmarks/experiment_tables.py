@@ -1,4 +1,4 @@
-"""The tables of docs/experiments_tables.md and of the pages about upcycling: a function each, to Markdown."""
+"""The tables of docs/experiments_tables.md, upcycling.md and upcycling_tables.md: from results to Markdown."""
 
 import statistics
 import sys

@@ -9,20 +9,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_hybrid_ssm.upcycle import evenly_spaced, load_teacher_model, upcycle
+from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, upcycle
+from hf_hybrid_ssm.upcycle.choice import evenly_spaced
 
 TEACHER = "teacher"
 FULL_LAYERS = 6  # that keep attention to all tokens
 FULL_GROUPS = 9  # key/value groups that keep it, each in a layer of its own
 STUDENTS: dict[str, dict[str, Any]] = {
-    "bst-256": {"family": "bst", "sliding_window": 256},
-    "bst-512": {"family": "bst", "sliding_window": 512},
-    "longhorn": {"family": "longhorn"},
-    "windows": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256},
-    "windows-alone": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256, "keep": 0},
-    "groups": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256},
+    "bst-256": {"keep": 0, "window": 256, "memory": "context"},
+    "bst-512": {"keep": 0, "window": 512, "memory": "context"},
+    "longhorn": {"memory": "longhorn", "instead": True},
+    "windows": {"window": 256},
+    "windows-alone": {"keep": 0, "window": 256},
+    "groups": {"keep": FULL_GROUPS, "window": 256},
 }
-"""Name → arguments of `upcycle`. Which layers a Longhorn keeps costs no time, so that they are evenly spaced."""
+"""Name → how many layers, or key/value groups, see all tokens, evenly spaced, which costs no time; the window; and
+arguments of `upcycle`."""
+CONTEXT_LAYERS = (0, 6, 8)  # of 30: those that have states in a BST
 RANDOM = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
@@ -35,19 +38,21 @@ RANDOM = {
 def teacher_of(source: str | None) -> PreTrainedModel:
     """From a folder or GGUF file, in float32; None: random weights of SmolLM2-135M's shape."""
     if source is not None:
-        return load_teacher_model(source, dtype=torch.float32)
+        return load_teacher(source, dtype=torch.float32).model
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**RANDOM)).eval()
 
 
 def student_of(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    options, layers = dict(STUDENTS[name]), teacher.config.num_hidden_layers
+    options, layers = dict(STUDENTS[name]), range(teacher.config.num_hidden_layers)
+    parts: Any = evenly_spaced(layers, min(options.pop("keep", FULL_LAYERS), len(layers)))
     if name == "groups":
-        options["keep"] = [(layer, 0) for layer in evenly_spaced(layers, min(FULL_GROUPS, layers))]
-    elif options["family"] == "longhorn":
-        options = {"keep": min(FULL_LAYERS, layers), "keep_by": "even"} | options
-    return upcycle(teacher, **options)[0].eval()
+        parts = [(layer, 0) for layer in parts]
+    if options.get("memory") == "context":
+        options["memory_layers"] = [layer for layer in CONTEXT_LAYERS if layer in layers]
+    keep = Keep(parts, window=options.pop("window", 256))
+    return upcycle(Teacher(teacher), keep, sink="constant", **options)[0].eval()
 
 
 def make_folders(source: str | None, names: list[str], dtypes: list[str], folder: Path) -> dict[tuple[str, str], Path]:

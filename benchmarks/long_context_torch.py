@@ -17,7 +17,7 @@ from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.rounds import reading, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.cache_names import CACHE
-from hf_hybrid_ssm.models.longhorn.attention_longhorn import OF_WINDOW
+from hf_hybrid_ssm.students.attention import OF_WINDOW
 
 FORMS: dict[str, tuple[str, int | None]] = {
     "float32": ("float32", None),
@@ -52,10 +52,12 @@ def filled_cache(model: PreTrainedModel, length: int) -> DynamicCache:
 
     A layer of context states costs more the later in its block a token is: these are told half a block more.
     """
-    window = getattr(model.config, "sliding_window", None) or WARM_UP
+    plan = getattr(model.config, "plan", None)
+    layers = () if plan is None else plan.layers
+    window = next((layer.window for layer in layers if layer.is_windowed), WARM_UP)
     cache = DynamicCache(config=model.config)
     forward(model, tokens(model, min(length, 2 * window)), cache)
-    half = window // 2 if "bst" in getattr(model.config, "block_types", ()) else 0
+    half = window // 2 if any(layer.memory == "context" for layer in layers) else 0
     for layer in cache.layers:
         _stand_at(layer, length, length + half)
     return cache

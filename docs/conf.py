@@ -32,7 +32,7 @@ copyright = author
 release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "reports/**.md", "checkpoints/**.md"]
+include_patterns = ["*.md", "docs/**.md", "reports/**.md", "checkpoints/**.md", "examples/*.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 if importlib.util.find_spec("sphinx_copybutton"):  # an environment that is older than this extra goes without
     extensions.append("sphinx_copybutton")
@@ -64,12 +64,16 @@ napoleon_numpy_docstring = False
 # what Sphinx calls a table of contents, which pages need not show where they are read without Sphinx
 CONTENTS = {
     "README": {
-        "Use": ["quickstart", "fine_tuning", "training", "generating", "serving", "scaling", "upcycling", "sharing"],
-        "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa"],
+        "Use": [
+            *("quickstart", "/examples/README", "fine_tuning", "training", "generating", "batching"),
+            *("serving", "command_line", "upcycling", "sharing"),
+        ],
+        "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa", "layers"],
         "Evidence": ["experiments", "comparison", "quality"],
         "Project": ["limits", "troubleshooting", "extending", "reference"],
     },
-    "docs/generating": {"": ["batching", "command_line"]},
+    "docs/fine_tuning": {"": ["classification", "summarization"]},
+    "docs/training": {"": ["scaling"]},
     "docs/sharing": {"": ["onnx"]},
     "docs/experiments": {
         "": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]

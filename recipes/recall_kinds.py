@@ -1,4 +1,6 @@
-"""Measure what a teacher and its students recall of facts of many kinds, and what their caches take.
+"""Measure what students recall of facts of many kinds.
+
+Beside their teacher, with the bytes of their caches.
 
     python recipes/recall_kinds.py recipes/configs/upcycle/kinds_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Train a student with kept layers or groups on real texts and on recall of many kinds.
+"""Train a student on real texts and on recall.
+
+Its kept layers or groups learn to recall facts of many kinds.
 
     python recipes/recall_training.py recipes/configs/upcycle/kinds_training_cpu.yaml teacher=FILE [key=value ...]
 

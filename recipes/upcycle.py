@@ -1,4 +1,6 @@
-"""Give a pretrained transformer a cache that stops growing, and train what became of it.
+"""Turn a pretrained transformer into a student.
+
+Its cache stops growing, or grows in few layers; then it may be trained.
 
     python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
 
@@ -29,12 +31,10 @@ from transformers import PreTrainedModel, TrainingArguments, default_data_collat
 
 from hf_hybrid_ssm.cli.progress import progress
 from hf_hybrid_ssm.hub import card_of_folder
-from hf_hybrid_ssm.hub.configurations import without_memory
 from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.students import HybridStudentForCausalLM
 from hf_hybrid_ssm.students.configuration import teacher_attention
 from hf_hybrid_ssm.upcycle import Keep, Teacher, choose_layers, save_delta, upcycle
 from hf_hybrid_ssm.upcycle.loading import open_teacher
@@ -143,9 +143,7 @@ def student_settings(given: dict[str, Any], window: int = 256) -> tuple[Keep, di
 def planned(teacher: Any, given: dict[str, Any], window: int = 256) -> Any:
     """The configuration of a student, from its teacher's: refuses what cannot be, before any weight is read."""
     keep, options = student_settings(given, window)
-    config = config_of(teacher, keep, **{name: value for name, value in options.items() if name != "init"})
-    without_memory(lambda: HybridStudentForCausalLM(config))  # refuses what cannot be built
-    return config
+    return config_of(teacher, keep, **{name: value for name, value in options.items() if name != "init"})
 
 
 def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
@@ -360,7 +358,7 @@ def save(
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:
         remove_weights(folder)
-        student.save_pretrained(folder)
+        student.save_pretrained(folder, export_code=True)
         tokenizer.save_pretrained(folder)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")

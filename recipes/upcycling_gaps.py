@@ -37,11 +37,9 @@ from upcycle import STAGES, UpcycleArguments, planned, upcycle_model
 
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
-from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
-from hf_hybrid_ssm.upcycle import Keep, load_teacher
+from hf_hybrid_ssm.upcycle import load_teacher
 from hf_hybrid_ssm.upcycle.loading import open_teacher
-from hf_hybrid_ssm.upcycle.student import config_of
+from hf_hybrid_ssm.upcycle.measurements import cache_bytes
 
 STATE_LENGTH = 32_768  # tokens of the decoded sequence whose cache is counted
 
@@ -151,8 +149,6 @@ def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> dict[
 def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> dict[str, Any]:
     """Losses at both lengths, by kind of text and their means, and the bytes of the cache of one long sequence."""
     model = load_whole(AutoModelForCausalLM, folder, dtype=torch.float32).eval()
-    config: Any = model.config
-    config = config if isinstance(config, HybridStudentConfig) else config_of(config, Keep(1.0))
     short = {kind: loss_at(model, held, length, length) for kind, held in rows.items()}
     long = {kind: loss_at(model, held, held.shape[1], length) for kind, held in rows.items()}
     return {
@@ -161,7 +157,7 @@ def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> d
         "loss": statistics.mean(short.values()),
         "losses_in_long_windows": long,
         "loss_in_long_windows": statistics.mean(long.values()),
-        "cache_bytes": plan(config, Setup(batch=1, length=STATE_LENGTH, dtype="bfloat16")).state,
+        "cache_bytes": cache_bytes(model.config, STATE_LENGTH, "bfloat16"),
     }
 
 

@@ -37,11 +37,9 @@ from hf_hybrid_ssm.evaluation import (
 )
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.hub.whole_models import load_whole
-from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
 from hf_hybrid_ssm.upcycle import Keep, Teacher, choose_layers, load_teacher, upcycle
 from hf_hybrid_ssm.upcycle.loading import open_teacher
-from hf_hybrid_ssm.upcycle.student import config_of
+from hf_hybrid_ssm.upcycle.measurements import cache_bytes
 
 TEACHER = "teacher"
 
@@ -141,10 +139,7 @@ class Judge:
 
     def _cache(self, model: Callable[[], Any]) -> dict[str, int]:
         config = model().config
-        if not isinstance(config, HybridStudentConfig):  # as large as that of a student that keeps all
-            config = config_of(config, Keep(1.0))
-        setups = {length: Setup(batch=1, length=length, dtype="bfloat16") for length in self.arguments.cache_lengths}
-        return {f"{length}": plan(config, setup).state for length, setup in setups.items()}
+        return {f"{length}": cache_bytes(config, length, "bfloat16") for length in self.arguments.cache_lengths}
 
     def _written(self, model: Callable[[], Any]) -> dict[str, Any]:
         prompts = torch.cat([text[:, :64] for text in self.texts])

@@ -11,11 +11,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm import students
+from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.models.families import FAMILIES
 
 compiles = pytest.mark.skipif(
@@ -35,33 +38,32 @@ SPADE |= {"sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8}
 SEQ2SEQ = {**SPADE, "num_decoder_layers": 2, "max_target_positions": 64}
 HYBRID = {"block_types": ["linear_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 2}
 HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
-PARALLEL = {"block_types": ["hybrid_sliding", "linear_attention", "hybrid_sliding"], "num_key_value_heads": 2}
-PARALLEL |= {"sliding_window": 6, "num_heads": 4, "state_size": 12, "head_dim": 12, "use_rope_in_mixer": True}
-PARALLEL |= {"use_qk_proj": True, "use_qk_norm": True}
-MIXED = {"block_types": ["mixed_attention", "linear_attention", "mixed_attention"], "num_attention_heads": 6}
-MIXED |= {"num_key_value_heads": 3, "full_attention_groups": [[1], [], [0, 2]], "sliding_window": 6, "head_dim": 4}
-MIXED |= {"attn_scale": 0.3, "floor_scale": 4}
-ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
-SINK, SCALAR_SINK = {"attention_sink": "constant"}, {"attention_sink": "scalar", "zero_kv_sink": False}
-ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
+STUDENT = {"teacher_type": "qwen3", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+STUDENT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3}
+STUDENT |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
+STUDENT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+WINDOW = {"attention": "window", "window": 5, "sink": "constant"}
+FIRST_TOKEN = {**WINDOW, "sink": "first_token"}
 BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
 
+
+def of_student(*layers: dict, **beside) -> dict:
+    """Fields of a student of a Qwen3 whose layers these are."""
+    return {**STUDENT, "student": {"layers": list(layers), **beside}}
+
+
+STUDENTS = "hybrid_student"
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
-    "longhorn heads": ("longhorn", {**LONGHORN, "num_heads": 4, "conv_kernel": 2}),
+    "longhorn conv of 2": ("longhorn", {**LONGHORN, "conv_kernel": 2}),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
-    "longhorn beside windows, a sink": ("longhorn", {**LONGHORN, **PARALLEL, **SINK}),
-    "longhorn + attention of mixed groups": ("longhorn", {**LONGHORN, **MIXED, **SINK}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
-    "bst with memory": (
-        "bst",
-        {**BST, **SCALAR_SINK, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2},
-    ),
+    "bst with memory": ("bst", {**BST, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}),
     "bst block-recurrent": ("bst", {**BST, **BLOCK_RECURRENT, "recurrent_num_states": 3}),
-    "bst rotary with a sink": ("bst", {**BST, **ROTARY, **SINK, "zero_kv_sink": False}),
+    "bst without scales": ("bst", {**BST, "qk_norm": False, "attend_self": True, "zero_kv_sink": False}),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "first_sublayer": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "first_sublayer": "window_attention", "sliding_window": 5}),
@@ -73,12 +75,27 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "filter_length": 16}),
     "longhorn + full attention": (
         "longhorn",
-        {
-            **LONGHORN,
-            "block_types": ["full_attention", "linear_attention", "linear_attention"],
-            "attn_scale": 0.5,
-            "floor_scale": 3,
-        },
+        {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
+    ),
+    "student: windows and a full layer": (
+        STUDENTS,
+        of_student(WINDOW, {"attention": "full"}, {**WINDOW, "sink": None}, attn_scale=0.5, floor_scale=3),
+    ),
+    "student: groups": (
+        STUDENTS,
+        of_student({**WINDOW, "groups": [1]}, WINDOW, {**WINDOW, "groups": [0]}, attn_scale=0.3, floor_scale=4),
+    ),
+    "student: first tokens": (
+        STUDENTS,
+        of_student(FIRST_TOKEN, WINDOW, {**FIRST_TOKEN, "groups": [1]}),
+    ),
+    "student with a mixer": (
+        STUDENTS,
+        of_student({**WINDOW, "memory": "longhorn"}, {"attention": "none", "memory": "longhorn"}, WINDOW),
+    ),
+    "student with context states": (
+        STUDENTS,
+        of_student({**WINDOW, "memory": "context"}, WINDOW, WINDOW, memory={"ssm_state_size": 4}),
     ),
 }
 RELATIVE = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}
@@ -105,14 +122,17 @@ FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4
 ROWS = [
     "longhorn",
     "longhorn + window and full attention",
-    "longhorn beside windows, a sink",
-    "longhorn + attention of mixed groups",
     "bst sh s4d",
     "bst mh s4",
     "bst mf unstructured",
     "lmu-isa",
 ]
 ROWS += ["lmu-isa + global attention", "spade s4 window", "spade hyena full", "encoder-decoder"]
+ROWS += ["student: windows and a full layer", "student: groups", "student with a mixer"]
+# their cards, and what a server's pages hold of them, have tests of their own in tests/hub and tests/serving
+OF_FAMILIES = [variant for variant in VARIANTS if VARIANTS[variant][0] != STUDENTS]
+# those with heads for classes and spans; a student is a language model alone
+HEADED = [row for row in ROWS if EVERY[row][0] != STUDENTS]
 # widths that hold whole groups of quantized weights, by model type
 WIDER: dict[str, dict] = {
     "longhorn": {"hidden_size": 128, "state_size": 12},
@@ -120,7 +140,12 @@ WIDER: dict[str, dict] = {
     "lmu_isa": {"hidden_size": 128, "pre_intermediate_size": 256, "post_intermediate_size": 256},
     "spade": {"hidden_size": 128, "intermediate_size": 256},
     "spade_seq2seq": {"hidden_size": 128, "intermediate_size": 256},
+    STUDENTS: {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
 }
+
+
+HEADS_OF = {family.model_type: family.heads for family in FAMILIES}
+HEADS_OF[STUDENTS] = {"MODEL": "HybridStudentModel", "MODEL_FOR_CAUSAL_LM": "HybridStudentForCausalLM"}
 
 
 def config_of(variant: str, **fields) -> PreTrainedConfig:
@@ -130,13 +155,12 @@ def config_of(variant: str, **fields) -> PreTrainedConfig:
 
 def classes_of(variant: str) -> dict[str, type[PreTrainedModel]]:
     """Class name → class, all that a variant's configuration can build."""
-    family = next(family for family in FAMILIES if family.model_type == EVERY[variant][0])
-    names = list(dict.fromkeys(family.heads.values()))
+    names = list(dict.fromkeys(HEADS_OF[EVERY[variant][0]].values()))
     if "BstForMaskedLM" in names:  # one predicts from the past, the other from both sides
         names.remove("BstForCausalLM" if EVERY[variant][1].get("bidirectional") else "BstForMaskedLM")
     if "adaptive_cutoffs" in EVERY[variant][1]:
         names = [name for name in names if "CausalLM" in name or "MaskedLM" in name]
-    return {name: getattr(hf_hybrid_ssm, name) for name in names}
+    return {name: getattr(students if EVERY[variant][0] == STUDENTS else hf_hybrid_ssm, name) for name in names}
 
 
 def class_with_loss(variant: str) -> str:
@@ -175,7 +199,7 @@ def language_model(variant: str, wide: bool = False) -> PreTrainedModel:
     # a decoder hears its encoder through maps that start near nothing
     scale = 6.0 if config.is_encoder_decoder else 1.5
     for name, parameter in model.named_parameters():
-        if "sink" in name:  # which start at 0
+        if "sink" in name or (".memory." in name and not parameter.any()):  # which start at 0
             parameter.data.normal_()
         elif parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in name:
             parameter.data.mul_(scale)
@@ -190,7 +214,7 @@ def own_language_model(variant: str, wide: bool = False) -> PreTrainedModel:
 @cache
 def shallow_language_model(variant: str) -> PreTrainedModel:
     """`language_model` with one layer of each kind, for compilers: another is only more to trace."""
-    if EVERY[variant][0] == "spade":  # its second layer has no state-space model
+    if EVERY[variant][0] in ("spade", STUDENTS):  # whose layers are all of different kinds
         return language_model(variant)
     model = own_language_model(variant)
     base, config = model.model, model.config
@@ -201,6 +225,14 @@ def shallow_language_model(variant: str) -> PreTrainedModel:
     config.num_hidden_layers = len(set(kinds))  # all kinds come before one comes again
     base.layers = base.layers[: config.num_hidden_layers]
     return model
+
+
+def recording_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache that can go back, of the layers that the model keeps."""
+    cache = DynamicCache(config=model.config)
+    fit_cache(cache, model.config)
+    cache.activate_past_recording()
+    return cache
 
 
 def batch_of(variant: str, rows: int = 2, length: int = 14) -> dict[str, torch.Tensor]:
@@ -235,20 +267,19 @@ WIDE_SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "sliding_window
 WIDE_BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "sliding_window": 16, "ssm_layers": [1]}
 WIDE_LMU = {"lmu_order": 20, "lmu_reduced_order": 6, "pre_intermediate_size": 31, "post_intermediate_size": 43}
 WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
-WIDE_HYBRID = {**HYBRID, **SINK, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
-WIDE_HYBRID |= {"num_heads": 2, "use_qk_proj": True}
-WIDE_HYBRID |= {"block_types": ["hybrid_sliding", "sliding_attention", "full_attention"]}
-WIDE_MIXED = {"block_types": ["mixed_attention", "linear_attention"], "full_attention_groups": [[1], []]}
-WIDE_MIXED |= {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
-LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}
-LIKE_LLAMA |= {**SINK, "zero_kv_sink": False}
 BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"], "recurrent_num_states": 12}
+WIDE_WINDOW = {**WINDOW, "window": 20}
+WIDE_STUDENT = of_student({**WIDE_WINDOW, "groups": [1]}, {"attention": "full"}, attn_scale=0.3, floor_scale=4)
+WIDE_STUDENT |= {"num_hidden_layers": 2}
+WIDE_STUDENT_WITH_MIXER = of_student({**WIDE_WINDOW, "memory": "longhorn"}, WIDE_WINDOW) | {"num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", {"state_size": 5}),
     "longhorn hybrid": ("longhorn", {"state_size": 5, **WIDE_HYBRID}),
-    "longhorn mixed groups": ("longhorn", {"state_size": 5, **WIDE_MIXED}),
+    "student": (STUDENTS, WIDE_STUDENT),
+    "student with a mixer": (STUDENTS, WIDE_STUDENT_WITH_MIXER),
     "spade": ("spade", WIDE_SPADE),
     "spade chunk": ("spade", {**WIDE_SPADE, **CHUNKS}),
     "spade full, trained s4": ("spade", {**WIDE_SPADE, "attention_type": "full", "ssm_trainable": "all"}),
@@ -261,7 +292,6 @@ CASES: dict[str, tuple[str, dict]] = {
     "bst mh": ("bst", {**WIDE_BST, "context_variant": "mh"}),
     "bst mf": ("bst", {**WIDE_BST, "context_variant": "mf", "num_context_states": 4}),
     "bst brect": ("bst", {**WIDE_BST, **BRECT}),
-    "bst like llama": ("bst", {**WIDE_BST, **LIKE_LLAMA}),
     "lmu_isa": ("lmu_isa", WIDE_LMU),
     "lmu_isa global": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "global_attention"}),
     "lmu_isa window": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "window_attention"}),

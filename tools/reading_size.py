@@ -23,8 +23,8 @@ from hf_hybrid_ssm.models.family import Family
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 # modules of options that are off in a family's default configuration, by model type
 OPTIONAL = {
-    "longhorn": ("models.longhorn.attention_longhorn", "models.rotary"),
-    "bst": ("models.bst.recurrent_states", "models.bst.retrieval", "models.rotary"),
+    "longhorn": ("models.longhorn.attention_longhorn",),
+    "bst": ("models.bst.recurrent_states", "models.bst.retrieval"),
     "lmu_isa": ("layers.local_self_attention",),
     "spade": ("models.spade.adaptive_vocabulary",),
     "spade_seq2seq": ("models.spade.adaptive_vocabulary",),

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 from _lib.documents import train_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
 
+from hf_hybrid_ssm.students.initial import student_config
 from tests import processes
+from tests.students.teachers import SIZES
 from tests.tiny_models import config_of
 
 ROOT = Path(__file__).parents[2]
@@ -16,11 +18,13 @@ TEXT = "one two three four five six seven eight nine ten"
 
 
 def save_checkpoint(folder: Path, variant: str = "longhorn", **options) -> Path:
-    """A model of the variant, with random weights, and a tokenizer."""
+    """A model of the variant, or a "student", with random weights, and a tokenizer."""
     tokenizer = train_tokenizer([TEXT], 290)
     end = tokenizer.eos_token_id
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    config = config_of(variant, **tokens)
+    config = (
+        student_config(LlamaConfig(**SIZES | tokens), [1], 5) if variant == "student" else config_of(variant, **tokens)
+    )
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     auto.from_config(config).save_pretrained(folder, **options)
     tokenizer.save_pretrained(folder)

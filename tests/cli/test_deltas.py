@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.evaluation import evaluate
-from hf_hybrid_ssm.upcycle import load_teacher, save_delta, upcycle
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, save_delta, upcycle
 from hf_hybrid_ssm.upcycle.delta import TEACHER
 from tests.evaluation.test_harness import write_task
 from tests.upcycle.teacher_files import write_gguf
@@ -19,12 +19,12 @@ def made(tmp_path_factory):
     """Teacher, delta with a tokenizer, delta without, and the whole student."""
     folder = tmp_path_factory.mktemp("deltas")
     source = write_gguf(folder / "teacher.gguf", quantized=True)
-    teacher, tokenizer = load_teacher(source)
-    student, _ = upcycle(teacher, family="bst", sliding_window=8, ssm_layers=[1])
-    save_delta(student, folder / "delta", source, model=teacher, tokenizer=tokenizer)
-    save_delta(student, folder / "bare", source, model=teacher)
+    teacher = load_teacher(source)
+    student, _ = upcycle(teacher, Keep([2], window=8), sink="constant", memory="context", memory_layers=[1])
+    save_delta(student, folder / "delta", teacher, tokenizer=teacher.tokenizer)
+    save_delta(student, folder / "bare", teacher)
     student.save_pretrained(folder / "whole")
-    tokenizer.save_pretrained(folder / "whole")
+    teacher.tokenizer.save_pretrained(folder / "whole")
     return folder
 
 

@@ -26,8 +26,12 @@ SHORT = {"max_position_embeddings": 1500}  # of 1 and 4 windows, not of 8
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("upcycle")
     save_teacher(folder / "teacher", **SHORT)
-    (folder / "text.txt").write_text("\n".join(standard_documents(most=8)[0]["text"])[:12000], encoding="utf-8")
+    write_text(folder)
     return folder
+
+
+def write_text(folder):
+    (folder / "text.txt").write_text("\n".join(standard_documents(most=8)[0]["text"])[:12000], encoding="utf-8")
 
 
 def save_any(folder, model_type, **fields):
@@ -43,15 +47,18 @@ def save_any(folder, model_type, **fields):
 
 
 def run(made, out, *options, teacher="teacher"):
-    return main(["upcycle", str(made / teacher), str(out), "--window", str(WINDOW), "--device", "cpu", *options])
+    """With a text, so that the teacher need not write one to test the sinks."""
+    command = ["upcycle", str(made / teacher), str(out), "--window", str(WINDOW), "--device", "cpu"]
+    return main([*command, "--text", str(made / "text.txt"), *options])
 
 
 def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     out = tmp_path / "out"
-    assert run(made, out, "--keep", "1,2", "--text", str(made / "text.txt"), "--needles", "2") == 0
+    assert run(made, out, "--keep", "1,2", "--needles", "2") == 0
     shown = capsys.readouterr()
     assert "tensors are the teacher's, 4 of the student's are new" in shown.err  # keys and values of two sinks
     assert re.search(r"Constant sinks hold \(.* over 512 tokens\)", shown.err)
+    assert check_contents(out)["code"] > 0
     wanted, _ = upcycle(load_teacher(made / "teacher"), Keep([1, 2], window=WINDOW))
     found = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0, atol=0)
@@ -74,7 +81,7 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
 def test_the_caches_are_counted_in_the_dtype_of_the_student(made, tmp_path):
     """The teacher's too, or the two rows could not be compared."""
     assert run(made, tmp_path / "out", "--keep", "1,2", "--needles", "0", "--dtype", "bfloat16") == 0
-    (cache,) = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    cache, _ = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
     assert "MiB, in bfloat16, by" in cache.title
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [16.0, pytest.approx(8.05, abs=0.1)]
 
@@ -200,7 +207,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(name, options, messag
 
 def test_windows_of_the_teacher_stay_as_they_are(teachers, tmp_path):
     """They are narrower than --window, which is for the layers that see all tokens."""
-    assert run(teachers, tmp_path / "out", "--keep", "3", "--needles", "1", teacher="mixed") == 0
+    assert run(teachers, tmp_path / "out", "--keep", "[3]", "--needles", "1", teacher="mixed") == 0
     layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.plan.layers
     reach = MIXED["sliding_window"] - 1
     assert [(layer.attention, layer.window) for layer in layers[:2]] == [("window", reach), ("window", WINDOW)]
@@ -210,12 +217,13 @@ def test_windows_of_the_teacher_stay_as_they_are(teachers, tmp_path):
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "smollm3", "granite", "mixtral"])
 def test_any_decoder_can_be_the_teacher(model_type, tmp_path, capsys):
     """The student is of its class, and within the window its function."""
+    write_text(tmp_path)
     save_any(tmp_path / "teacher", model_type)
     assert run(tmp_path, tmp_path / "out", "--keep", "1", "--keep-by", "even", "--needles", "1", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["folder"] == str(tmp_path / "out") and said["teacher"] == "teacher"
     assert [layer["attention"] for layer in said["student"]["layers"]] == ["window", "window", "full", "window"]
-    cache, needles = tables_of(said)
+    cache, _, needles = tables_of(said)
     assert needles.columns == ["model", "300", "1,200"] and len(cache.rows) == 2
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("teacher", "out")]
     assert isinstance(models[1], type(models[0]))

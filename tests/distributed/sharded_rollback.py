@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import DynamicCache, EncoderDecoderCache
 
-from tests.tiny_models import own_language_model
+from tests.tiny_models import own_language_model, recording_cache
 
 CASES = [
     "longhorn + window and full attention",
-    "longhorn + attention of mixed groups",
+    "student: groups",
+    "student with a mixer",
     "bst mh s4",
     "lmu-isa",
     "spade s4 window",
@@ -26,11 +27,10 @@ def ids_of(length: int, seed: int = 0) -> torch.Tensor:
 @torch.no_grad()
 def after_rollback(model) -> torch.Tensor:
     """Seven tokens are read, three undone, and two read again."""
-    cache, source = DynamicCache(config=model.config), {}
+    cache, source = recording_cache(model), {}
     if model.config.is_encoder_decoder:
         cache, source = EncoderDecoderCache(cache, DynamicCache(config=model.config)), {"input_ids": ids_of(5, 1)}
     name = "decoder_input_ids" if source else "input_ids"
-    cache.activate_past_recording()
     model(**source, **{name: ids_of(7)}, past_key_values=cache)
     cache.crop(-3)
     return model(**source, **{name: ids_of(2, 2)}, past_key_values=cache).logits

@@ -14,11 +14,10 @@ from tests.tiny_models import built
 TENSOR = [
     "longhorn",
     "longhorn hybrid",
-    "longhorn mixed groups",
+    "student",
     "spade",
     "bst mh",
     "bst mf",
-    "bst like llama",
     "lmu_isa",
     "lmu_isa global",
     "spade_seq2seq",

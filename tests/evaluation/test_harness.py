@@ -77,7 +77,7 @@ def test_own_tasks_do_not_read_all_of_lm_evals(folder, monkeypatch):
     assert asked == [False, False, True]
 
 
-@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa"])
+@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa", "hybrid_student"])
 def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -142,7 +142,10 @@ def tiny_config(family, tokenizer):
         "spade": {"num_attention_heads": 2, "intermediate_size": 16, "sliding_window": 5, "ssm_state_size": 4},
         "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "sliding_window": 4},
         "lmu_isa": {"lmu_order": 6, "lmu_theta": 8.0, "post_intermediate_size": 16, "num_attention_heads": 2},
+        "hybrid_student": {"num_attention_heads": 2, "intermediate_size": 16},
     }
+    window = {"attention": "window", "window": 4, "sink": "first_token"}
+    sizes["hybrid_student"] |= {"teacher_type": "llama", "student": {"layers": [window]}}
     special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
     fields = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": len(tokenizer)} | special | sizes[family]
     return AutoConfig.for_model(family, **fields)

@@ -29,7 +29,7 @@ from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 from hf_hybrid_ssm.students.initial import student_config
 from tests import processes
-from tests.tiny_models import VARIANTS, build, config_of, language_model
+from tests.tiny_models import OF_FAMILIES, build, config_of, language_model
 from tools.model_cards import preset_cards
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def test_a_licence_is_said_where_it_is_known(folder, capsys):
     assert (card.data.license, card.data.base_model) == ("mit", "a/b") and "Licence of the weights: mit." in card.text
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_a_state_of_one_size_is_told_only_of_such_models(variant):
     """Measured: the layers whose cache grows."""
     config = config_of(variant)
@@ -223,7 +223,7 @@ def test_a_state_of_one_size_is_told_only_of_such_models(variant):
 STATES = ("linear_attention", "hybrid_sliding", "bst", "block_recurrent")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_a_model_of_attention_alone_is_not_said_to_have_a_state(variant):
     config = config_of(variant)
     kinds = getattr(config, "block_types", None)

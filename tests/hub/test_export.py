@@ -23,6 +23,7 @@ from tests import processes
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
 from tests.reliability.test_security import findings
+from tests.serving.students import EVERY_STUDENT, student_model
 from tests.tiny_models import build
 
 VARIANTS = {
@@ -31,12 +32,15 @@ VARIANTS = {
     "lmu_isa": "lmu-isa + window attention",
     "spade": "spade s4 trained",
     "spade_seq2seq": "encoder-decoder relative window",
+    "hybrid_student": "student with a mixer beside groups",
 }
 EVERY = pytest.mark.parametrize("model_type", VARIANTS)
 SCRIPT = Path(__file__).parent / "without_package.py"
 
 
 def class_of(model_type):
+    if model_type == "hybrid_student":
+        return "HybridStudentForCausalLM"
     return "SpadeForConditionalGeneration" if model_type == "spade_seq2seq" else f"{names()[model_type]}ForCausalLM"
 
 
@@ -49,7 +53,8 @@ def folders(tmp_path_factory):
     """Every family, saved with its code, and what a process without the package made of it."""
     root = tmp_path_factory.mktemp("exported")
     for model_type, variant in VARIANTS.items():
-        build(variant, class_of(model_type)).save_pretrained(root / model_type, export_code=True)
+        model = student_model(variant) if variant in EVERY_STUDENT else build(variant, class_of(model_type))
+        model.save_pretrained(root / model_type, export_code=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, SCRIPT, *(root / model_type for model_type in VARIANTS)]
@@ -62,7 +67,7 @@ def folders(tmp_path_factory):
 def test_same_answers_without_the_package(folders, model_type):
     auto = AutoModelForSeq2SeqLM if model_type == "spade_seq2seq" else AutoModelForCausalLM
     model = in_own_memory(auto.from_pretrained(folders / model_type, trust_remote_code=True).eval())
-    assert type(model) is getattr(hf_hybrid_ssm, class_of(model_type))  # the installed class wins
+    assert isinstance(model, getattr(hf_hybrid_ssm, class_of(model_type)))  # the installed class wins
     with backend("torch"):
         here = answer(model, torch.arange(3, 27).view(2, 12))
     there = load_file(folders / model_type / "answers")

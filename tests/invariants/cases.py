@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
+from tests.tiny_models import OF_FAMILIES, VARIANTS
 
 Case = Callable[[torch.nn.Module, Random], float]
 
@@ -197,3 +198,7 @@ CASES: dict[str, Case] = {
         greedy_text, padded_text, assisted_text, prompt_lookup_text,
     )
 }  # fmt: skip
+COMBINATIONS = [
+    (case, variant) for variant in VARIANTS for case in CASES if case != "classifier" or variant in OF_FAMILIES
+]
+"""Students have no heads for classes."""

@@ -8,14 +8,13 @@ from random import Random
 
 import pytest
 
-from tests.invariants.cases import CASES
-from tests.tiny_models import VARIANTS, language_model
+from tests.invariants.cases import CASES, COMBINATIONS
+from tests.tiny_models import language_model
 
 DRAWS = 2
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "variant"), COMBINATIONS)
 def test_invariance(case, variant):
     for draw in range(DRAWS):
         seed = zlib.crc32(f"{case} {variant} {draw}".encode())

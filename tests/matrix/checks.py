@@ -8,8 +8,8 @@ import torch
 from tests.reporting import THOROUGH
 from tests.tiny_models import ROWS, batch_of
 
-# of each family its default layers, for `make test`
-EVERY_FAMILY = ("longhorn", "bst sh s4d", "lmu-isa", "spade s4 window", "encoder-decoder")
+# of each family its default layers, and a student, for `make test`
+EVERY_FAMILY = ("longhorn", "bst sh s4d", "lmu-isa", "spade s4 window", "student: groups", "encoder-decoder")
 GREEDY = {"pad_token_id": 0, "do_sample": False}
 
 

@@ -17,10 +17,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer
 from hf_hybrid_ssm.ops.core import dispatch
-from hf_hybrid_ssm.upcycle import upcycle
+from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
+from tests.students.teachers import teacher, tokens
 from tests.tiny_models import batch_of, shallow_language_model
-from tests.upcycle.test_upcycle import teacher_of
 
 NO_FREE_LENGTH = pytest.mark.limit(
     "torch",
@@ -193,10 +193,11 @@ def test_prefill_of_any_length(row, tmp_path):
             assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
 
 
-STUDENTS: dict[str, dict[str, Any]] = {
-    "whole layers": {"keep": [1], "others_as": "sliding_attention", "sliding_window": 9},
-    "single groups": {"keep": [(1, 0), (2, 1)], "sliding_window": 9},
-    "windows of a bst": {"family": "bst", "ssm_layers": [], "sliding_window": 8},
+STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole layers": ("llama", {"keep": [1], "attn_scale": 0.1}),
+    "single groups": ("qwen3", {"keep": [(1, 0), (2, 1)]}),
+    "first tokens": ("gemma3_text", {"keep": [3], "sink": "first_token"}),
+    "windows alone": ("glm", {"sink": None}),
 }
 
 
@@ -204,15 +205,13 @@ STUDENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", STUDENTS)
 def test_students_of_attention_alone_take_any_rows_and_lengths(kind, exporter, tmp_path):
     """Traced with a row of several windows, which without a graph is cut into blocks."""
-    teacher, window = teacher_of("llama"), STUDENTS[kind]["sliding_window"]
-    module = Prefill(upcycle(teacher, **STUDENTS[kind])[0]).eval()
+    name, plan = STUDENTS[kind]
+    module = Prefill(student_of(teacher(name), window=8, **plan).float()).eval()
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), dispatch.backend("torch"):
-        ids = torch.randint(0, teacher.config.vocab_size, (2, 3 * window), generator=generator)
-        exported = EXPORTERS[exporter](module, (ids,), tmp_path, dynamic_shapes=((free,),))
+        exported = EXPORTERS[exporter](module, (tokens(2, 27),), tmp_path, dynamic_shapes=((free,),))
         for shape in ((1, 2), (3, 9), (1, 70)):
-            other = torch.randint(0, teacher.config.vocab_size, shape, generator=generator)
+            other = tokens(*shape, seed=1)
             assert_near(exported(other), module(other), 1e-4, f"logits of {shape}")
 
 
@@ -239,7 +238,7 @@ def test_prefill_of_any_batch_with_a_mask(row, tmp_path):
 
 @cells(
     {
-        "export: one token": (*EVERY_FAMILY, "longhorn beside windows, a sink"),
+        "export: one token": EVERY_FAMILY,
         "ONNX: one token": ("lmu-isa", "longhorn + window and full attention"),
     }
 )

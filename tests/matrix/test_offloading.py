@@ -14,7 +14,7 @@ from tests.tiny_models import batch_of, own_language_model
 
 QUICK = {
     "automatic device map": ("encoder-decoder",),
-    "disk offload": (*EVERY_FAMILY, "longhorn beside windows, a sink", "bst mf unstructured", "spade hyena full"),
+    "disk offload": (*EVERY_FAMILY, "student with a mixer", "bst mf unstructured", "spade hyena full"),
     "cpu offload": EVERY_FAMILY,
 }
 

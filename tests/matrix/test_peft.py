@@ -44,7 +44,8 @@ METHODS = {
 
 def _in_the_recurrence(model):
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [name for name in trained if set(name.split(".")) & RECURRENCE]
+    # a student's `memory` is a whole mixer
+    return [name for name in trained if set(name.replace(".self_attn.memory.", ".").split(".")) & RECURRENCE]
 
 
 def _losses(model, inputs, steps, learning_rate):

@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
+from tests.tiny_models import recording_cache
+
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -111,8 +113,7 @@ def check_reorder(model, ids: torch.Tensor, order: torch.Tensor, cut: int) -> fl
 @torch.no_grad()
 def check_rollback(model, ids: torch.Tensor, cuts: list[int], removed: int) -> float:
     """Cropping the last tokens off a recording cache leaves the cache as if they had never been read."""
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
+    cache = recording_cache(model)
     edges = [0, *sorted(set(cuts) & set(range(1, ids.shape[1]))), ids.shape[1]]
     for a, b in pairwise(edges):
         model(ids[:, a:b], past_key_values=cache, use_cache=True)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.counting import count_operations
 from tests.reporting import made_by, table, write_page
-from tests.tiny_models import SINK, TOKENS, VARIANTS
+from tests.tiny_models import STUDENTS, TOKENS, VARIANTS, WINDOW
 
 LLAMA = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 40}
 # layer: the variant in tests/tiny_models.py, and what makes all of its layers this one
@@ -23,19 +23,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "longhorn + window and full attention",
         {"block_types": ["sliding_attention"]},
     ),
-    "longhorn, sliding attention with a constant sink": (
-        "longhorn + window and full attention",
-        {"block_types": ["sliding_attention"], **SINK},
-    ),
-    "longhorn, attention of mixed groups with a constant sink": (
-        "longhorn + attention of mixed groups",
-        {"block_types": ["mixed_attention"], "full_attention_groups": [[1]]},
-    ),
     "bst, sliding attention": ("bst sh s4d", {"ssm_layers": None, "block_types": ["sliding_attention"]}),
-    "bst, sliding attention with a constant sink": (
-        "bst sh s4d",
-        {"ssm_layers": None, "block_types": ["sliding_attention"], **SINK, "zero_kv_sink": False},
-    ),
     "bst SH, S4D": ("bst sh s4d", {}),
     "bst SH, S5": ("bst sh s4d", {"ssm_type": "s5", "ssm_state_size": 8}),
     "bst MH, S4": ("bst mh s4", {}),
@@ -51,6 +39,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "spade, EMA and window": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "ema", "ssm_state_size": 4}),
     "lmu-isa": ("lmu-isa", {}),
     "lmu-isa, window attention": ("lmu-isa + window attention", {}),
+    "student, window with a constant sink": ("student: groups", {"student": WINDOW}),
+    "student, mixed groups with a constant sink": ("student: groups", {"student": {**WINDOW, "groups": [1]}}),
     "llama": ("llama", {}),
 }
 
@@ -62,8 +52,10 @@ def model_of(layer: str, depth: int) -> PreTrainedModel:
     fields = {**TOKENS, **own, **fields, "num_hidden_layers": depth}
     if fields.get("ssm_layers"):
         fields["ssm_layers"] = list(range(depth))
-    for name in {"block_types", "full_attention_groups"} & fields.keys():
-        fields[name] = fields[name] * depth
+    if "block_types" in fields:
+        fields["block_types"] = fields["block_types"] * depth
+    if model_type == STUDENTS:
+        fields["student"] = {"layers": [fields["student"]] * depth}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
 

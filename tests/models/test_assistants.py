@@ -42,7 +42,7 @@ def test_a_target_with_another_tokenizer(variant, target, monkeypatch):
         forgotten.append(has_forgotten(cache))
 
     monkeypatch.setattr(DynamicCache, "crop", seen)
-    for text in ("abcafdeb", "ffbadc"):
+    for text in ("abcafdeb", "ffbadc", "eeacdfbd"):
         ids = letters(text, return_tensors="pt").input_ids
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "do_sample": False}
         wanted = target.generate(ids, **options)

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
-from hf_hybrid_ssm.models.rotary import with_sink_rotation
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
@@ -24,16 +23,8 @@ KINDS = [(variant, ssm) for variant in ("sh", "mh", "mf") for ssm in ("s4d", "s4
 CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
 OPTIONS = {
     "self-and-no-sink": {"attend_self": True, "zero_kv_sink": False, "qk_norm": False},
-    "rotary": {"rope_parameters": {"rope_theta": 100.0}},
-    "like-llama": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "attention_bias": True, "qk_norm": False, "use_qk_norm": True, "gated_mlp": True,
-        "hidden_act": "silu", "attend_self": True, "zero_kv_sink": False,
-    },
-    "constant sink": {"attention_sink": "constant", "zero_kv_sink": False},
-    "scalar sink": {"attention_sink": "scalar", "zero_kv_sink": False},
-}  # fmt: skip
-OPTIONS["like-llama, constant sink"] = OPTIONS["like-llama"] | {"attention_sink": "constant"}
+    "no sink": {"zero_kv_sink": False},
+}
 
 
 def build(model_class=BstForCausalLM, **fields):
@@ -42,8 +33,6 @@ def build(model_class=BstForCausalLM, **fields):
     for name, parameter in model.named_parameters():  # away from the smooth initial point, so that a mistake shows
         if name.endswith("scale"):
             parameter.data.uniform_(-2.0, -1.0)  # its absolute value counts
-        elif "sink" in name:
-            parameter.data.normal_()
         elif name.endswith("bias") or ("_norm." in name and "attention." in name):
             parameter.data.add_(torch.rand_like(parameter))
     return model
@@ -58,9 +47,8 @@ RECURRENT = {
 
 FIXED = {
     "block_recurrent": RECURRENT,
-    "like-llama": OPTIONS["like-llama"],
-    "like-llama-recurrent": {
-        **OPTIONS["like-llama"], **RECURRENT, "block_types": ["block_recurrent", "sliding_attention", "bst"],
+    "without scales, recurrent": {
+        **OPTIONS["self-and-no-sink"], **RECURRENT, "block_types": ["block_recurrent", "sliding_attention", "bst"],
         "context_variant": "mf",
     },
 }  # fmt: skip
@@ -82,22 +70,9 @@ def l2(x):
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def rms(x, norm):
-    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
-
-
-def turned(x, theta, distance=None):
-    """Channels c and c + e / 2 of x (L, H, e) as one complex number, turned by t theta^(-2 c / e), t = 0 … L - 1 or
-    a fixed distance."""
-    half, steps = x.shape[-1] // 2, torch.arange(len(x)) if distance is None else torch.full((len(x),), distance)
-    angles = steps.unsqueeze(1) * theta ** (-torch.arange(half, dtype=x.dtype) / half)
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    return torch.cat([z.real, z.imag], -1)
-
-
 def context_of_token(context, y, t, config):
     """Keys and values (slots, H, e) that token t attends to; y is (L, [F,] d)."""
-    heads, window, start = config.num_key_value_heads, config.sliding_window, t - t % config.sliding_window
+    heads, window, start = config.num_attention_heads, config.sliding_window, t - t % config.sliding_window
     if config.context_variant == "mf":
         c = context.initial_context if start == 0 else y[start - 1]
         c = context.norm(c) + context.context_ids
@@ -109,8 +84,7 @@ def context_of_token(context, y, t, config):
     else:
         keys, values = (part(c).view(c.shape[0], heads, config.head_dim) for part in (context.k_proj, context.v_proj))
     assert keys.shape[0] <= window
-    keys = rms(keys, context.k_norm) if config.use_qk_norm else l2(keys) if config.qk_norm else keys
-    return tuple(part.repeat_interleave(config.num_attention_heads // heads, 1) for part in (keys, values))
+    return l2(keys) if config.qk_norm else keys, values
 
 
 def plain_layer(layer, config, x):
@@ -118,13 +92,7 @@ def plain_layer(layer, config, x):
     attention, heads, window = layer.attention, config.num_attention_heads, config.sliding_window
     z, length, out = layer.attention_norm(x), x.shape[0], []
     q, k, v = (part(z).view(length, -1, 8) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
-    if config.use_qk_norm:
-        q, k = rms(q, attention.q_norm), rms(k, attention.k_norm)
-    k, v = (part.repeat_interleave(heads // config.num_key_value_heads, 1) for part in (k, v))
-    rope = config.rope_parameters
-    queries_of_sink = q if rope is None else turned(q, rope["rope_theta"], window)
-    q, k = (q, k) if rope is None else (turned(part, rope["rope_theta"]) for part in (q, k))
-    bias = attention.relative_bias(window) if rope is None else torch.zeros(heads, 1, dtype=x.dtype)
+    bias = attention.relative_bias(window)
     scale = attention.scale.abs() if config.qk_norm else torch.full((heads,), config.head_dim**-0.5, dtype=x.dtype)
     q, k = (l2(q), l2(k)) if config.qk_norm else (q, k)
     context, y = getattr(attention, "context", None), None
@@ -132,7 +100,6 @@ def plain_layer(layer, config, x):
         y = context.ssm((x if context.input_norm is None else context.input_norm(x))[None])[0][0]
         queries = attention.context_q_proj(z).view(length, heads, -1)
         queries = l2(queries) if config.qk_norm else queries
-        queries = rms(queries, attention.context_q_norm) if config.use_qk_norm else queries
         context_scale = attention.context_scale.abs() if config.qk_norm else scale
     for t in range(length):
         logits, values = [], []
@@ -145,16 +112,6 @@ def plain_layer(layer, config, x):
             elif config.zero_kv_sink:
                 logits.append(scale * b if config.qk_norm else b)
                 values.append(torch.zeros_like(v[0]))
-        if config.attention_sink == "scalar":
-            logits.append(attention.sink.logits)
-            values.append(torch.zeros_like(v[0]))
-        elif config.attention_sink == "constant" and t > window:  # the first token is seen no more
-            shared = heads // config.num_key_value_heads
-            key, value = (x.repeat_interleave(shared, 0) for x in (attention.sink.key, attention.sink.value))
-            query = l2(queries_of_sink[t]) if config.qk_norm else queries_of_sink[t]
-            product, b = (query * key).sum(-1), bias[:, -1]
-            logits.append(scale * (product + b) if config.qk_norm else scale * product + b)
-            values.append(value)
         parts = [torch.zeros_like(v[0])]
         if logits:
             parts = [(torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(values)).sum(0)]
@@ -165,8 +122,6 @@ def plain_layer(layer, config, x):
         out.append(torch.cat([part.flatten() for part in parts]))
     x = x + attention.o_proj(torch.stack(out))
     y, mlp = layer.feed_forward_norm(x), layer.feed_forward
-    if config.gated_mlp:
-        return x + mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
     return x + mlp.fc2(torch.relu(mlp.fc1(y)))
 
 
@@ -239,11 +194,8 @@ def test_recurrent_layers_depend_on_the_past_alone():
 def test_options_equal_the_equations_and_decode(options, variant):
     model = build(context_variant=variant, **options).double()
     x = torch.randn(20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    layer, rotary = model.model.layers[0], model.model.rotary_emb
-    angles = (None, None) if rotary is None else with_sink_rotation(rotary, x[None], torch.arange(20)[None], 6)
-    rtol = 1e-9 if rotary is None else 1e-5  # angles are float32, as in every model of transformers
-    found = layer(x[None], position_embeddings=angles[0], sink_rotation=angles[1])[0]
-    torch.testing.assert_close(found, plain_layer(layer, model.config, x), rtol=rtol, atol=rtol)
+    layer = model.model.layers[0]
+    torch.testing.assert_close(layer(x[None])[0], plain_layer(layer, model.config, x), rtol=1e-9, atol=1e-9)
     inv.check_split(model, inv.random_ids(model, 2, 20, 0), list(range(1, 20)))
 
 
@@ -428,10 +380,6 @@ def test_bidirectional_is_not_a_language_model():
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"bidirectional": True, "context_variant": "mf"}, "bidirectional=True has no meaning"),
         ({"bidirectional": True, "relative_attention_num_buckets": 6}, "multiple of 4"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=2 must be a multiple of num_key_value_heads=3"),
-        ({"use_qk_norm": True}, "use_qk_norm=True needs qk_norm=False"),
-        ({"head_dim": 7, "rope_parameters": {}}, "head_dim=7 must be even"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type='spiral' is not one of 'default'"),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -9,7 +9,6 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from hf_hybrid_ssm.models.cache import (
     RecurrentStateLayer,
     StateAndKeysLayer,
-    StateAndWindowLayer,
     WindowLayer,
     is_recurrent_state_layer,
     state_layer,
@@ -22,6 +21,7 @@ from tests.tiny_models import (
     inputs_for,
     language_model,
     own_language_model,
+    recording_cache,
     shallow_language_model,
 )
 
@@ -128,9 +128,7 @@ def test_a_static_cache_of_a_target_that_is_full():
 
 
 @compiles
-@pytest.mark.parametrize(
-    "variant", ["longhorn + attention of mixed groups", "lmu-isa + global attention", "spade hyena full"]
-)
+@pytest.mark.parametrize("variant", ["student: groups", "lmu-isa + global attention", "spade hyena full"])
 @torch.inference_mode()
 def test_a_static_cache_that_is_full_in_compiled_steps(variant):
     """The count is a tensor there: the program ends with the same words, as transformers' own ends out of bounds."""
@@ -219,8 +217,7 @@ def test_beams_and_rollback(model):
 def test_rollback_into_a_forward_of_several_tokens(variant, removed):
     """What is recomputed is what the kept tokens alone leave behind: every state, and what windows see of it later."""
     model, ids = own_language_model(variant).double(), text(2, 21)
-    went_back, straight = (DynamicCache(config=model.config) for _ in range(2))
-    went_back.activate_past_recording()
+    went_back, straight = recording_cache(model), DynamicCache(config=model.config)
     with torch.inference_mode():
         for piece in ids.split([8, 7, 6], 1):
             model(piece, past_key_values=went_back)
@@ -315,7 +312,7 @@ def test_precomputed_constants_follow_the_weights(variant):
     check(model.double())
 
 
-@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndWindowLayer, StateAndKeysLayer])
+@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndKeysLayer])
 def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
     """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
     layer = kind()

@@ -16,9 +16,9 @@ ATTENTION = [
     ("spade s4 window", "SpadeForCausalLM"),
     ("spade hyena full", "SpadeForCausalLM"),
     ("encoder-decoder", "SpadeForConditionalGeneration"),
+    ("student: groups", "HybridStudentForCausalLM"),
 ]
 RATES = [(*where, "attention_dropout") for where in ATTENTION]
-RATES += [("longhorn beside windows, a sink", "LonghornForCausalLM", "window_dropout")]
 RATES += [("bst sh s4d", "BstForCausalLM", field) for field in ("dropout", "final_dropout")]
 RATES += [(f"lmu-isa{more}", "LmuIsaForCausalLM", "hidden_dropout") for more in ("", " + global attention")]
 SPADE = ("dropout", "activation_dropout", "embedding_dropout")
@@ -28,7 +28,6 @@ RATES += [("spade adaptive", "SpadeForMaskedLM", "adaptive_dropout")]
 RATES += [("spade s4 window", "SpadeForSequenceClassification", "classifier_dropout")]
 RATES += [("encoder-decoder", "SpadeSeq2SeqForSequenceClassification", "classifier_dropout")]
 WINDOWS = {"block_types": ["sliding_attention", "linear_attention", "linear_attention"], "sliding_window": 6}
-WINDOWS |= {"attn_scale": 0.0, "floor_scale": None}  # of full attention
 
 
 def rates_of(model_type: str) -> list[str]:

@@ -53,13 +53,10 @@ HYBRID = {"mlp_intermediate_size": 40}
 MEMORY = {"lmu_order": 64, "lmu_reduced_order": 32, "lmu_theta": 80.0}
 MODELS = [
     ("longhorn + window and full attention", "LonghornForCausalLM", HYBRID),
-    ("longhorn beside windows, a sink", "LonghornForCausalLM", {"conv_kernel": 4}),
-    ("longhorn heads", "LonghornForCausalLM", {"conv_kernel": 4}),
     ("bst mf unstructured", "BstForCausalLM", {}),
-    ("bst mh s4", "BstForCausalLM", {"gated_mlp": True}),
+    ("bst mh s4", "BstForCausalLM", {}),
     ("bst block-recurrent", "BstForCausalLM", {}),
     ("bst with memory", "BstForCausalLM", {}),
-    ("bst rotary with a sink", "BstForCausalLM", {}),
     ("lmu-isa", "LmuIsaForCausalLM", MEMORY),
     ("lmu-isa + window attention", "LmuIsaForCausalLM", MEMORY),
     ("spade s4 window", "SpadeForSequenceClassification", {}),

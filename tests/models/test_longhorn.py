@@ -22,12 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from hf_hybrid_ssm.models.packing import packed_rows
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
-from tests.row_options import longhorn_scan
-from tests.tiny_models import MIXED, compiles
+from tests.tiny_models import compiles
 
 TINY = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4,
@@ -104,137 +102,6 @@ def test_golden_mixer():
     mixer.x_proj.weight.data[1:] *= 10
     strong = torch.tensor([-0.002684332179, -0.000612580038, 0.001734139828, 0.003302459397], dtype=torch.float64)
     torch.testing.assert_close(mixer(u)[0, -1], strong, rtol=0, atol=1e-11)
-
-
-def test_heads_by_the_equation():
-    """A block with heads is blocks without, side by side: each has its channels and its keys and queries."""
-    heads, states, channels = 4, 3, 12
-    mixer = LonghornMixer(LonghornConfig(**{**TINY, "state_size": states, "num_heads": heads}), 0).double()
-    u = torch.randn(2, 11, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, z = mixer.in_proj(u).chunk(2, dim=-1)
-    x, _ = mixer.conv1d(x)
-    dt, *keys_and_queries = mixer.x_proj(x).split([2, heads * states, heads * states], dim=-1)
-    logit, rows = mixer.dt_proj(dt), []
-    for head in range(heads):
-        own = slice(head * channels, (head + 1) * channels)
-        k, q = (part.unflatten(-1, (heads, states))[:, :, head] for part in keys_and_queries)
-        options = {"beta_bias": mixer.dt_bias[own], "D": mixer.D[own], "z": z[..., own], "backend": "reference"}
-        rows.append(longhorn_scan(x[..., own], logit[..., own], k, q, **options)[0])
-    torch.testing.assert_close(mixer(u), mixer.out_proj(torch.cat(rows, -1)), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("num_heads", [1, 4])
-@pytest.mark.parametrize("use_qk_norm", [False, True])
-def test_keys_of_the_input_by_the_equation(num_heads, use_qk_norm):
-    """k and q are maps of the block's input, which no convolution has seen; with norms, each head is normed."""
-    fields = {**TINY, "num_heads": num_heads, "use_qk_proj": True, "use_qk_norm": use_qk_norm, "use_bias": True}
-    mixer = LonghornMixer(LonghornConfig(**fields), 0).double()
-    u = torch.randn(2, 11, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, z = mixer.in_proj(u).chunk(2, dim=-1)
-    x, _ = mixer.conv1d(x)
-    k, q = (part(u).unflatten(-1, (num_heads, 5)) for part in (mixer.k_proj, mixer.q_proj))
-    if use_qk_norm:
-        mixer.k_norm.weight.data.uniform_(0.5, 2)
-        k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.k_norm.weight
-        q = q / (q.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    options = {"beta_bias": mixer.dt_bias, "D": mixer.D, "z": z, "backend": "reference"}
-    y, _ = longhorn_scan(x, mixer.dt_proj(mixer.x_proj(x)), k, q, **options)
-    torch.testing.assert_close(mixer(u), mixer.out_proj(y), rtol=0, atol=1e-12)
-
-
-def test_rotary_keys_by_the_equation():
-    """Each pair of numbers of a key or query, n and n + N / 2, is turned by its angle times the token's position."""
-    fields = {**TINY, "state_size": 6, "num_heads": 2, "num_attention_heads": 4, "use_rope_in_mixer": True}
-    mixer = LonghornMixer(LonghornConfig(**fields), 0).double()
-    u = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angles = torch.arange(107, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
-    turn = torch.polar(torch.ones_like(angles), angles)  # halves of a head are real and imaginary parts
-    embeddings = tuple(part.repeat(1, 2)[None] for part in (turn.real, turn.imag))
-
-    def rotated(part: torch.Tensor, first: int) -> torch.Tensor:
-        numbers = torch.complex(*part.unflatten(-1, (2, 6)).chunk(2, -1)) * turn[first : first + 7, None]
-        return torch.cat([numbers.real, numbers.imag], -1)
-
-    x, z = mixer.in_proj(u).chunk(2, dim=-1)
-    x, _ = mixer.conv1d(x)
-    dt, k, q = mixer.x_proj(x).split([2, 12, 12], dim=-1)
-    for first in (0, 100):
-        options = {"beta_bias": mixer.dt_bias, "D": mixer.D, "z": z, "backend": "reference"}
-        y, _ = longhorn_scan(x, mixer.dt_proj(dt), rotated(k, first), rotated(q, first), **options)
-        given = tuple(part[:, first : first + 7] for part in embeddings)
-        found = mixer(u, position_embeddings=given)
-        torch.testing.assert_close(found, mixer.out_proj(y), rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="position_embeddings=None, but use_rope_in_mixer=True"):
-        mixer(u)
-
-
-def test_a_hybrid_block_is_the_sum_of_its_parts():
-    """Of the window's attention and of the mixer, each as it is in a block of its own; their states too."""
-    fields = {**HYBRID, "block_types": ["hybrid_sliding"] * 3, "num_heads": 4}
-    model = build(fields).double()
-    ids = inv.random_ids(model, 2, 15)
-    u, cache = model.model.embed_tokens(ids), DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
-    block = model.model.layers[0]
-    positions = model.model.rotary_emb(u, torch.arange(15)[None])
-    normed, apart = block.norm(u), {}
-    for kind in ("sliding_attention", "linear_attention"):
-        alone = DynamicCache(config=LonghornConfig(**{**fields, "block_types": [kind] * 3}))
-        if kind == "sliding_attention":
-            attended, _ = block.self_attn(normed, packed_rows(length=15), positions, past_key_values=alone)
-        else:
-            mixed = block.mixer(normed, past_key_values=alone)
-        apart |= alone.layers[0].states
-    u = u + attended + mixed
-    found = block(model.model.embed_tokens(ids), packed_rows(length=15), positions)
-    torch.testing.assert_close(found, u + block.mlp(block.mlp_norm(u)))
-    assert cache.layers[0].states.keys() == apart.keys() == {"keys", "values", "seen", "conv", "scan"}
-    for name, state in cache.layers[0].states.items():
-        torch.testing.assert_close(state, apart[name])
-
-
-def test_mixed_attention_by_the_equation():
-    """Each head sees all tokens with a temperature, or the window without, and stays in its place."""
-    model = build({**TINY, **MIXED, "attn_scale": 0.7, "sliding_window": 4, "floor_scale": 3}).double()
-    seen = {}
-    for index in (0, 2):
-        model.model.layers[index].self_attn.register_forward_hook(
-            lambda layer, inputs, outputs: seen.update({layer: (inputs[0], inputs[2], outputs[0])})
-        )
-    model(inv.random_ids(model, 2, 11))
-    assert [layer.full_groups for layer in seen] == [[1], [0, 2]]
-    i = torch.arange(11)
-    distance = i[:, None] - i
-    warmth = 1 + 0.7 * torch.log1p(torch.floor((i + 1).double() / 3))
-    for layer, (hidden, (cosines, sines), found) in seen.items():
-        q, k, v = (part(hidden).unflatten(-1, (-1, 4)) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-        turned = [
-            part * cosines[:, :, None] + torch.cat([-part[..., 2:], part[..., :2]], -1) * sines[:, :, None]
-            for part in (q, k)
-        ]
-        heads = []
-        for head in range(6):
-            is_full = head // 2 in layer.full_groups
-            query = turned[0][:, :, head] * (warmth[:, None] if is_full else 1)
-            logits = query @ turned[1][:, :, head // 2].mT / 2
-            sees = (distance >= 0) & (is_full | (distance < 4))
-            heads.append(logits.masked_fill(~sees, -torch.inf).softmax(-1) @ v[:, :, head // 2])
-        torch.testing.assert_close(found, layer.o_proj(torch.cat(heads, -1)), rtol=1e-6, atol=1e-6)
-
-
-def test_a_row_in_training_gets_its_window_or_does_not():
-    """In training alone, and as it is: nothing is scaled."""
-    fields = {**HYBRID, "num_hidden_layers": 1, "block_types": ["hybrid_sliding"], "window_dropout": 0.4}
-    model = build({**fields, "mlp_intermediate_size": None}).double()
-    layer, rows = model.model.layers[0], 400
-    x = torch.randn(1, 4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(rows, -1, -1)
-    positions = model.model.rotary_emb(x, torch.arange(4)[None])
-    whole = layer(x, packed_rows(length=4), positions)
-    alone = x + layer.mixer(layer.norm(x))
-    found = layer.train()(x, packed_rows(length=4), positions)
-    is_whole, is_alone = ((found - each).abs().amax((1, 2)) < 1e-12 for each in (whole, alone))
-    assert bool((is_whole ^ is_alone).all())
-    assert 0.3 < is_alone.double().mean() < 0.5
 
 
 def test_golden_model():
@@ -481,23 +348,11 @@ def test_compiled_forward_equals_eager():
         ({"state_size": -1}, "state_size=-1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"conv_kernel": 0}, "conv_kernel=0"),
-        ({"num_heads": 0}, "num_heads=0"),
-        ({"window_dropout": 1.0}, "window_dropout=1.0 must lie in"),
-        ({"num_heads": 5}, "num_heads=5 must divide the 48 channels of a block"),
         ({"time_step_rank": "large"}, "time_step_rank='large'"),
         ({"layer_types": ["full_attention"] * 3, "num_attention_heads": 5, "num_key_value_heads": 2}, "multiple"),
         ({"layer_types": ["linear_attention"]}, "names 1 layers"),
         ({"layer_types": ["longhorn"] * 3}, "longhorn"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
-        ({"layer_types": ["hybrid_sliding"] * 3, "sliding_window": None}, 'block_types has "hybrid_sliding" layers'),
-        ({**MIXED, "full_attention_groups": None}, "full_attention_groups=None, but block_types has"),
-        ({**MIXED, "full_attention_groups": [[1]]}, "full_attention_groups has 1 lists, but there are 3 layers"),
-        ({**MIXED, "full_attention_groups": [[1], [0], [0]]}, r'\[1\]=\[0\] is for .* layer 1 is "linear_'),
-        ({**MIXED, "full_attention_groups": [[0, 1, 2], [], [0]]}, r"\[0\]=\[0, 1, 2\] must be some but not all of"),
-        ({**MIXED, "full_attention_groups": [[1], [], []]}, r"full_attention_groups\[2\]=\[\] must be some"),
-        ({**MIXED, "full_attention_groups": [[2, 1], [], [0]]}, r"\[0\]=\[2, 1\] must be some.*ascending"),
-        ({**MIXED, "full_attention_groups": [[3], [], [0]]}, r"\[0\]=\[3\] must be some.*counted from 0"),
-        ({**MIXED, "sliding_window": None}, 'block_types has "mixed_attention" layers: give their window'),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -50,14 +50,14 @@ def test_attention_weights_are_refused_where_there_are_none(case):
     if model.can_generate():
         with pytest.raises(ValueError, match="output_attentions=True cannot be answered"):
             model.generate(ids, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2)
-    model.config.output_attentions = True
-    with pytest.raises(ValueError, match="output_attentions=True cannot be answered"):
+    with pytest.raises(ValueError, match=r"output_attentions=True cannot be answered|attribute is not supported"):
+        model.config.output_attentions = True  # which a student's configuration, as its teacher's, may refuse itself
         model(**inputs)
     assert model(**inputs, output_attentions=False).logits.isfinite().all()
 
 
 def test_attention_weights_of_full_attention_are_given():
-    kinds = {"block_types": ["linear_attention", "full_attention", "full_attention"], "attention_sink": None}
+    kinds = {"block_types": ["linear_attention", "full_attention", "full_attention"]}
     model = built("longhorn hybrid", **kinds, attn_implementation="eager").eval()
     attentions = model(torch.randint(3, 50, (2, 9)), output_attentions=True).attentions
     assert [weights.shape for weights in attentions] == [(2, 4, 9, 9)] * 2
@@ -67,7 +67,11 @@ def test_attention_weights_of_full_attention_are_given():
 @pytest.mark.parametrize("case", CAUSAL)
 def test_early_exit_drafts_the_greedy_text(case):
     """The first layer drafts, the whole model checks, in one cache each."""
-    more = {"num_hidden_layers": 3} if case not in ("bst brect", "longhorn hybrid", "longhorn mixed groups") else {}
+    more = (
+        {"num_hidden_layers": 3}
+        if case not in ("bst brect", "longhorn hybrid", "student", "student with a mixer")
+        else {}
+    )
     model, ids = built(case, **more).eval(), torch.randint(3, 50, (1, 9))
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "use_cache": True}
     greedy = model.generate(ids, **settings)

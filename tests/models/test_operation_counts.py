@@ -15,10 +15,7 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="the 
 DECODE = {
     "longhorn": 9,
     "longhorn, sliding attention": 27,
-    "longhorn, sliding attention with a constant sink": 37,
-    "longhorn, attention of mixed groups with a constant sink": 38,
     "bst, sliding attention": 16,
-    "bst, sliding attention with a constant sink": 29,
     "bst SH, S4D": 24,
     "bst SH, S5": 32,
     "bst MH, S4": 24,
@@ -39,7 +36,6 @@ DECODE = {
 DECODE_IN_TORCH = {
     "longhorn": 28,
     "bst, sliding attention": 40,
-    "bst, sliding attention with a constant sink": 55,
     "bst SH, S4D": 70,
     "bst MH, S4": 70,
     "bst MF, S4D": 70,

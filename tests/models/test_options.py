@@ -84,7 +84,7 @@ def test_every_option_is_set_somewhere_or_stands_in_a_paper(family):
     unset = options - set_by_presets - set_somewhere()
     assert len(options) > 15 and len(unset) < 10
     assert unset - listed_on(ROOT / f"docs/families/{family.folder}.md") == set(), (
-        "set it in a recipe, or name its paper on the page, or remove it (removed_fields)"
+        "set it in a recipe, or name its paper on the page, or remove it"
     )
 
 

@@ -20,7 +20,17 @@ from hf_hybrid_ssm.ops.core import rows as rows_module
 from tests.models import invariances as inv
 from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of, scores
 from tests.models.test_span_and_token_heads import build as build_head
-from tests.tiny_models import ROWS, SEQ2SEQ, TOKENS, VARIANTS, batch_of, compiles, language_model, own_language_model
+from tests.tiny_models import (
+    ROWS,
+    SEQ2SEQ,
+    TOKENS,
+    VARIANTS,
+    batch_of,
+    compiles,
+    language_model,
+    own_language_model,
+    recording_cache,
+)
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 FAMILIES = ["longhorn + window and full attention", "bst sh s4d", "lmu-isa + global attention", "spade s4 window"]
@@ -139,8 +149,7 @@ def test_rollback_over_a_border(variant, removed):
     ids, rows = inv.random_ids(model, 2, 10, 0), [[5, 5], [5, 5]]
     for by in ("seq_idx", "position_ids"):
         inputs = {by: packed(rows)[by]}
-        cache = DynamicCache(config=model.config)
-        cache.activate_past_recording()
+        cache = recording_cache(model)
         in_pieces(model, ids, inputs, [2, 5, 7], cache)
         cache.crop(-removed)
         kept = 10 - removed

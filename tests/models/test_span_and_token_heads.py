@@ -6,13 +6,13 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassif
 
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests.memory import in_own_memory
-from tests.tiny_models import EVERY, ROWS, TOKENS, config_of
+from tests.tiny_models import EVERY, HEADED, TOKENS, config_of
 
 HEADS = {
     "TOKEN_CLASSIFICATION": (AutoModelForTokenClassification, "score"),
     "QUESTION_ANSWERING": (AutoModelForQuestionAnswering, "qa_outputs"),
 }
-EVERY_ROW = pytest.mark.parametrize("row", ROWS)
+EVERY_ROW = pytest.mark.parametrize("row", HEADED)
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
 
 
@@ -36,7 +36,7 @@ def scores(output) -> torch.Tensor:
 @EVERY_HEAD
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_auto_class_builds_the_familys_own_class(family, head):
-    row = next(row for row in ROWS if EVERY[row][0] == family.model_type)
+    row = next(row for row in HEADED if EVERY[row][0] == family.model_type)
     assert type(build(row, head)).__name__ == family.heads[f"MODEL_FOR_{head}"]
 
 

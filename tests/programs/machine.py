@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from hf_hybrid_ssm.models.cache import fit_cache
 from tests.programs.models import VARIANTS, VOCABULARY, build
 from tests.programs.oracle import output_of
 from tests.programs.program import (
@@ -47,6 +48,7 @@ class Machine:
         ]
         cache = EncoderDecoderCache(*caches) if self.variant.has_encoder else caches[0]
         if self.program.record:
+            fit_cache(cache, config)
             cache.activate_past_recording()
         return cache
 

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from hf_hybrid_ssm import SpadeEncoderModel
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.students.sinks import ConstantSink
 
 VOCABULARY = 23
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -43,6 +43,9 @@ BST |= {
     "relative_attention_max_distance": 6,
     "filter_length": 16,
 }
+STUDENT = {"teacher_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+STUDENT |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+WINDOW, FULL = {"attention": "window", "window": 4, "sink": "constant"}, {"attention": "full"}
 LMU = {"hidden_size": 12, "num_hidden_layers": 2, "lmu_order": 6, "lmu_reduced_order": 3, "lmu_theta": 8.0}
 LMU |= {"pre_intermediate_size": 16, "post_intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 5}
 
@@ -79,7 +82,6 @@ class Variant:
 
 def _longhorn(*block_types: str, **fields) -> Variant:
     blocks = {"linear": "linear_attention", "sliding": "sliding_attention", "full": "full_attention"}
-    blocks |= {"hybrid": "hybrid_sliding", "mixed": "mixed_attention"}
     fields |= {"block_types": [blocks[name] for name in block_types], "num_hidden_layers": len(block_types)}
     return Variant(
         "longhorn",
@@ -87,6 +89,19 @@ def _longhorn(*block_types: str, **fields) -> Variant:
         LONGHORN | fields,
         has_full_attention="full" in block_types,
         has_states=set(block_types) != {"full"},
+    )
+
+
+def _student(*layers: dict, **beside) -> Variant:
+    plan = {"student": {"layers": list(layers), **beside}, "num_hidden_layers": len(layers)}
+    is_full = [layer["attention"] == "full" for layer in layers]
+    return Variant(
+        "student",
+        "hybrid_student",
+        STUDENT | plan,
+        ("base", "lm", "lm"),
+        has_full_attention=any(is_full),
+        has_states=not all(is_full),
     )
 
 
@@ -112,18 +127,11 @@ RELATIVE = {"decoder_position_embedding_type": "relative"}
 VARIANTS: dict[str, Variant] = {
     "longhorn": _longhorn("linear", "linear"),
     "longhorn conv of 2": _longhorn("linear", "linear", conv_kernel=2),
-    "longhorn heads": _longhorn("linear", "linear", num_heads=4),
-    "longhorn hybrid": _longhorn("hybrid", "hybrid", num_heads=2),
-    "longhorn hybrid rotary": _longhorn("hybrid", "linear", num_heads=2, state_size=8, use_rope_in_mixer=True),
     "longhorn sliding": _longhorn("linear", "sliding", num_key_value_heads=1, mlp_intermediate_size=16),
     "longhorn sliding first": _longhorn("sliding", "linear"),
-    "longhorn constant sink": _longhorn("sliding", "linear", num_key_value_heads=1, attention_sink="constant"),
-    "longhorn scalar sink": _longhorn("linear", "sliding", attention_sink="scalar"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),
-    "longhorn full first": _longhorn("full", "linear", attn_scale=0.5, floor_scale=3),
+    "longhorn full first": _longhorn("full", "linear"),
     "longhorn full alone": _longhorn("full", "full"),
-    "longhorn mixed": _longhorn("mixed", "linear", full_attention_groups=[[1], []], attention_sink="constant"),
-    "longhorn mixed alone": _longhorn("mixed", "mixed", full_attention_groups=[[0], [1]]),
     "longhorn all": _longhorn("linear", "sliding", "full", mlp_intermediate_size=16),
     **{
         f"spade {mixer} {attention}": _spade(ssm_type=mixer, attention_type=attention)
@@ -151,20 +159,17 @@ VARIANTS: dict[str, Variant] = {
     "bst mf unstructured": _bst(context_variant="mf", ssm_type="unstructured"),
     "bst mf s4d": _bst(context_variant="mf", qk_norm=False, attend_self=True),
     "bst slide": _bst(block_types=["sliding_attention", "sliding_attention"], zero_kv_sink=False),
-    "bst constant sink": _bst(zero_kv_sink=False, attention_sink="constant"),
-    "bst constant sink rotary": _bst(
-        zero_kv_sink=False,
-        attention_sink="constant",
-        attend_self=True,
-        qk_norm=False,
-        num_key_value_heads=1,
-        rope_parameters={"rope_theta": 100.0},
-    ),
-    "bst scalar sink": _bst(block_types=["block_recurrent", "bst"], zero_kv_sink=False, attention_sink="scalar"),
+    "bst both": _bst(block_types=["block_recurrent", "bst"], zero_kv_sink=False),
     "bst block-recurrent": _bst(block_types=["block_recurrent", "sliding_attention"]),
     "bst retrieval sh": _bst(retrieval_k=2, retrieval_memory=5, retrieval_stride=2),
     "bst retrieval mf": _bst(context_variant="mf", retrieval_k=2, retrieval_memory=5),
     "bst bidirectional": Variant("bst", "bst", BST | {"bidirectional": True}, BIDIRECTIONAL_HEADS, is_causal=False),
+    "student windows": _student(WINDOW, {**WINDOW, "sink": None}),
+    "student first token": _student({**WINDOW, "sink": "first_token"}, WINDOW),
+    "student full": _student(WINDOW, FULL, attn_scale=0.5, floor_scale=3),
+    "student groups": _student({**WINDOW, "groups": [1]}, {**WINDOW, "groups": [0]}, attn_scale=0.5, floor_scale=3),
+    "student mixer": _student({**WINDOW, "memory": "longhorn"}, {"attention": "none", "memory": "longhorn"}),
+    "student context": _student({**WINDOW, "memory": "context"}, WINDOW, memory={"ssm_state_size": 4}),
     "lmu-isa": Variant("lmu-isa", "lmu_isa", LMU),
     "lmu-isa global": Variant("lmu-isa", "lmu_isa", LMU | {"first_sublayer": "global_attention"}),
     "lmu-isa window": Variant("lmu-isa", "lmu_isa", LMU | {"first_sublayer": "window_attention"}),
@@ -209,7 +214,7 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
             module.weight.normal_(std=module.in_features**-0.5, generator=generator)
             if module.bias is not None:
                 module.bias.normal_(std=0.3, generator=generator)
-        elif isinstance(module, AttentionSink):
+        elif isinstance(module, ConstantSink):
             for parameter in module.parameters():
                 parameter.normal_(generator=generator)
         elif isinstance(module, RelativeBias):

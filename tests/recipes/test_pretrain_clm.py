@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from _lib.documents import DataArguments
+from _lib.documents import DataArguments, load_documents
 from _lib.ngrams import bigram_loss, unigram_loss
+from _lib.rows import packed_rows
 from _lib.scoring import sliding_loss, token_losses
 from _lib.standard_text import standard_documents
 from evaluate_lm import EvaluationArguments, evaluate
@@ -66,17 +67,21 @@ def test_trains_resumes_and_evaluates(texts, tmp_path):
 
 
 def test_streams_and_resumes(texts, tmp_path):
-    """Shuffled, over more than a pass; a resumed run goes on with the rows that an uninterrupted one reads."""
+    """Shuffled; ended in the second pass, a resumed run goes on with the rows that an uninterrupted one reads."""
 
     def streamed(name, **options):
-        model, data, training = settings(texts, tmp_path / name, max_steps=8, save_steps=4, **options)
-        data.streaming, data.sequence_length, data.max_validation_rows = True, 512, 2
+        model, data, training = settings(texts, tmp_path / name, max_steps=10, save_steps=6, **options)
+        data.streaming, data.sequence_length, data.max_validation_rows = True, 2048, 2
         data.shuffle_buffer = 8
         return model, data, training
 
     whole = pretrain(*streamed("whole"))
+    _, data, training = streamed("none")
+    rows = packed_rows(load_documents(data)[0], AutoTokenizer.from_pretrained(tmp_path / "whole"), data)
+    a_pass = sum(1 for _ in rows) / training.per_device_train_batch_size
+    assert 3 < a_pass < 6
     (tmp_path / "resumed").mkdir()
-    (tmp_path / "whole/checkpoint-4").rename(tmp_path / "resumed/checkpoint-4")
+    (tmp_path / "whole/checkpoint-6").rename(tmp_path / "resumed/checkpoint-6")
     resumed = pretrain(*streamed("resumed", resume="auto"))
     assert resumed["validation_loss"] == whole["validation_loss"]
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import upcycle
 from _lib.documents import DataArguments, train_tokenizer
 from _lib.recall_rows import with_recall_rows
 from _lib.standard_text import standard_documents
@@ -21,9 +20,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from upcycle import UpcycleArguments, upcycle_model
 from upcycling_gaps import GapArguments, gaps, widened
 
-from hf_hybrid_ssm import upcycle as upcycle_package
-from hf_hybrid_ssm.upcycle import constant_sinks, recall_prompts
-from tests.upcycle.recalling_teacher import VOCAB, recalling_teacher
+from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
+from hf_hybrid_ssm.upcycle.student import constant_sinks
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -59,7 +57,8 @@ def teacher(texts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def arguments(teacher):
     stages = {"align": {"max_steps": 20}, "distil": {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10}}
-    return UpcycleArguments(str(teacher), keep=0.25, config={"state_size": 8}, **stages)
+    memory = {"memory": "longhorn", "instead": True, "config": {"state_size": 8}}
+    return UpcycleArguments(str(teacher), keep=0.25, keep_by="even", **memory, **stages)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,8 @@ def test_every_stage_learns(whole):
         )
         assert last < first
     assert results["validation_loss"] == results["loss_after_distil"] != results["loss_after_align"]
-    assert results["kept_attention_layers"] == [2] and results["steps"] == 40 and results["tokens"] == 40 * 4 * 64
+    assert results["kept_attention_layers"] == [2] and results["layers_with_memory"] == [0, 1, 3]
+    assert results["steps"] == 40 and results["tokens"] == 40 * 4 * 64
     assert json.loads((folder / "results.json").read_text()) == results
     assert (folder / "gap.png").stat().st_size > 1000
 
@@ -86,24 +86,12 @@ def test_every_stage_learns(whole):
 def test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher(whole, teacher):
     folder, _ = whole
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.block_types.count("linear_attention") == 3
+    assert [layer.memory for layer in model.config.plan.layers] == ["longhorn", "longhorn", None, "longhorn"]
     card = (folder / "README.md").read_text()
     assert f"| teacher | {teacher.name} |" in card and "perplexity over teachers" in card
-    assert (folder / "modeling_longhorn.py").is_file()
     # no state is kept while a stage trains; what it leaves generates from one again
     for saved in (folder, folder / "align", folder / "distil"):
         assert json.loads((saved / "config.json").read_text())["use_cache"] is True, saved
-
-
-@pytest.mark.parametrize("keep_by", [None, "recall", "kl", "sensitivity", "even"])
-def test_layers_are_chosen_as_asked(keep_by):
-    """The teacher's third layer alone recalls, its second writes what that one reads; rows of text are recalled."""
-    rows = Dataset.from_dict(
-        {"input_ids": [prompt.input_ids[0].tolist() for prompt in recall_prompts(None, VOCAB, 40, windows=2)]}
-    )
-    wanted = {"sensitivity": [1, 2], "even": [1, 3]}.get(keep_by, [0, 2])
-    arguments = UpcycleArguments("teacher", keep=2, keep_by=keep_by, config={"sliding_window": 16})
-    assert upcycle.chosen_layers(arguments, recalling_teacher(), None, rows) == wanted
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, arguments, texts, tmp_path):
@@ -129,75 +117,84 @@ def test_lora_leaves_what_came_from_the_teacher_merged(arguments, texts, teacher
     assert not any("lora" in key for key in new)
 
 
+BESIDE = {"keep": 0, "window": 16, "memory_layers": [1, 3]}
+MEMORIES = {
+    "context": {"memory": "context", "config": {"ssm_state_size": 4}} | BESIDE,
+    "longhorn": {"memory": "longhorn"} | BESIDE,
+}
+
+
 @pytest.mark.parametrize("lora_rank", [None, 2])
-def test_a_block_state_transformer_goes_through_every_stage(lora_rank, texts, teacher, tmp_path):
-    config = {"sliding_window": 16, "ssm_layers": [1, 3], "ssm_state_size": 4}
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_memory_beside_windows_goes_through_every_stage(memory, lora_rank, texts, teacher, tmp_path):
     stages = {"align": {"max_steps": 10}, "distil": {"max_steps": 4}, "finetune": {"max_steps": 4}}
-    arguments = UpcycleArguments(str(teacher), "bst", config=config, lora_rank=lora_rank, **stages)
+    arguments = UpcycleArguments(str(teacher), lora_rank=lora_rank, **MEMORIES[memory], **stages)
     results = upcycle_model(arguments, data_of(texts), training(tmp_path))
-    assert results["sliding_window"] == 16 and results["layers_with_context_states"] == [1, 3]
+    assert results["memory"] == memory and results["layers_with_memory"] == [1, 3]
     assert results["steps"] == 18 and results["loss_after_align"] != results["loss_before_training"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.config.model_type == "bst" and (tmp_path / "modeling_bst.py").is_file()
+    plan = AutoModelForCausalLM.from_pretrained(tmp_path).config.plan
+    assert [(layer.window, layer.memory) for layer in plan.layers] == [(16, None), (16, memory)] * 2
     old, aligned, new = (load_file(where / "model.safetensors") for where in (teacher, tmp_path / "align", tmp_path))
-    assert aligned["model.layers.1.attention.o_proj.weight"][:, 32:].abs().max() > 0
-    for theirs, ours in (("self_attn.q_proj", "attention.q_proj"), ("mlp.up_proj", "feed_forward.up_proj")):
-        first, then, last = (
-            weights[f"model.layers.1.{name}.weight"] for weights, name in ((old, theirs), (aligned, ours), (new, ours))
-        )
+    opened = {"context": "memory.o_proj.weight", "longhorn": "memory.out_proj.weight"}[memory]
+    assert aligned[f"model.layers.1.self_attn.{opened}"].abs().max() > 0
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        first, then, last = (weights[f"model.layers.1.{name}.weight"] for weights in (old, aligned, new))
         assert torch.equal(first, then) and not torch.equal(then, last)
     assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"]) == (lora_rank is not None)
+    assert not any("lora" in key for key in new)
 
 
-SMALL_BST = {"sliding_window": 16, "ssm_layers": [1, 3], "ssm_state_size": 4}
+@pytest.mark.parametrize("stage", ["distil", "finetune"])
+@pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.parametrize("keep", [[1], [[1, 0], [2, 3]]], ids=["layers", "groups"])
+def test_kept_layers_without_a_memory_are_trained(keep, lora_rank, stage, texts, teacher, tmp_path):
+    """They and all else; what they keep is what was asked."""
+    stages = {stage: {"max_steps": 10, "learning_rate": 1e-3}, "within_weight": 0.5, "recall_share": 0.2}
+    arguments = UpcycleArguments(str(teacher), keep=keep, window=16, lora_rank=lora_rank, **stages)
+    results = upcycle_model(arguments, data_of(texts, 160), training(tmp_path))
+    if stage == "finetune":
+        assert results["loss_after_finetune"] < results["loss_before_training"]
+    assert results["kept_attention_layers"] == ([1] if keep == [1] else [])
+    assert results.get("kept_key_value_groups", []) == ([] if keep == [1] else keep)
+    old, new = (load_file(where / "model.safetensors") for where in (teacher, tmp_path))
+    assert not torch.equal(*(weights["model.layers.1.self_attn.k_proj.weight"] for weights in (old, new)))
+    assert not any("memory" in name for name in new)
 
 
 def new_parts_alone(teacher, **more):
     stages = {"align": {"max_steps": 4}, "distil": {"max_steps": 6}}
-    options = {"trained": "new", "within_weight": 0.1, "config": SMALL_BST} | stages
-    return UpcycleArguments(str(teacher), "bst", **(options | more))
+    options = {"trained": "new", "within_weight": 0.1} | MEMORIES["context"] | stages
+    return UpcycleArguments(str(teacher), **(options | more))
 
 
 def test_only_what_is_new_is_trained_and_saved_as_a_delta(texts, teacher, tmp_path):
     results = upcycle_model(new_parts_alone(teacher, delta=True), data_of(texts), training(tmp_path))
     said, old = json.loads((tmp_path / "delta.json").read_text()), load_file(teacher / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists() and said["teacher"] == teacher.name
-    assert "model.layers.1.attention.q_proj.weight" in said["carried"]
-    assert "model.layers.1.attention.context_q_proj.weight" not in said["carried"]
-    student = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teacher)
-    assert torch.equal(student.model.embed_tokens.weight, old["model.embed_tokens.weight"])
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teacher).state_dict()
+    assert all(torch.equal(student[name], old[name]) for name in old)
     aligned, distilled = (load_file(tmp_path / stage / "model.safetensors") for stage in ("align", "distil"))
-    assert torch.equal(
-        student.model.layers[1].attention.o_proj.weight, distilled["model.layers.1.attention.o_proj.weight"]
-    )
-    new = [name for name in distilled if not torch.equal(aligned[name], distilled[name])]
+    new = {name for name in distilled if not torch.equal(aligned[name], distilled[name])}
+    assert all(torch.equal(student[name], distilled[name]) for name in new)
     assert new and all(".layers.1." in name or ".layers.3." in name or ".sink." in name for name in new)
-    assert {name for name in distilled if ".sink." in name} <= set(new)
+    assert {name for name in distilled if ".sink." in name} <= new
     card = (tmp_path / "README.md").read_text()
     assert "## Teacher" in card and "validation loss" in card and results["steps"] == 10
 
 
-@pytest.mark.parametrize(
-    "student",
-    [
-        {"student": "bst", "config": SMALL_BST | {"ssm_layers": []}},
-        {"student": "longhorn", "keep": [1], "others_as": "sliding_attention", "config": {"sliding_window": 16}},
-    ],
-    ids=lambda student: student["student"],
-)
-def test_of_windows_alone_the_sinks_are_what_is_new(student, texts, teacher, tmp_path):
-    arguments = UpcycleArguments(str(teacher), trained="new", distil={"max_steps": 6}, delta=True, **student)
+@pytest.mark.parametrize("keep", [[], [1]], ids=["windows", "a layer kept"])
+def test_of_windows_alone_the_sinks_are_what_is_new(keep, texts, teacher, tmp_path):
+    fixed = {"trained": "new", "keep": keep, "window": 16, "config": {"sink": "constant"}}
+    arguments = UpcycleArguments(str(teacher), distil={"max_steps": 6}, delta=True, **fixed)
     results = upcycle_model(arguments, data_of(texts), training(tmp_path))
     assert results["loss_after_distil"] < results["loss_before_training"]
-    assert results.get("kept_attention_layers", []) == (student.get("keep") or [])
-    first, _ = upcycle_package.upcycle(
-        AutoModelForCausalLM.from_pretrained(teacher), arguments.keep, None, "projections", arguments.student,
-        arguments.others_as, **arguments.config,
-    )  # fmt: skip
+    assert results["kept_attention_layers"] == keep
+    made = Teacher(AutoModelForCausalLM.from_pretrained(teacher))
+    first, _ = upcycle(made, Keep(keep, window=16), sink="constant")
     last = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teacher).state_dict()
     trained = {name for name, value in first.state_dict().items() if not torch.equal(value, last[name])}
     sinks = [f"{name}.{part}" for name in constant_sinks(first) for part in ("key", "value")]
-    assert trained == set(sinks) and len(sinks) == 2 * (4 if student["student"] == "bst" else 3)
+    assert trained == set(sinks) and len(sinks) == 2 * (4 - len(keep))
 
 
 def test_the_teachers_states_are_kept_and_read_again(texts, teacher, tmp_path, monkeypatch):
@@ -294,12 +291,19 @@ def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             new_parts_alone(teacher, **given)
-    windows = {"config": SMALL_BST | {"ssm_layers": []}, "align": None, "within_weight": 1.0}
-    nothing = windows | {"config": windows["config"] | {"attention_sink": None}}
+    windows = {"memory": None, "memory_layers": None, "config": {}, "align": None}
     for given, message in (
-        ({"config": SMALL_BST | {"sliding_window": 33}}, "sequence_length=64 must be at least 66, twice the window"),
-        (nothing, "trained='new' has nothing to train"),
-        (windows | {"trained": "all", "within_weight": 0.5}, r"within_weight=0\.5 is for students with something new"),
+        ({"window": 33}, "sequence_length=64 must be at least 66, twice the window"),
+        (windows | {"config": {"sink": None}}, "trained='new' has nothing to train"),
+        ({"keep": 1.0} | windows | {"trained": "all"}, r"within_weight=0\.1 is for students with windows"),
+        (windows | {"align": {"max_steps": 4}}, "align has nothing to train: it teaches a memory"),
+        ({"keep": [7]}, "names 7, but the teacher sees all tokens in the layers 0, 1, 2, 3"),
+        ({"config": {"ssm_stat_size": 4}}, "ssm_stat_size: BstConfig has no such field"),
+        (
+            {"memory": None, "align": None},
+            "ssm_state_size, memory_layers: of a memory, and there is none; give memory=",
+        ),
+        ({"memory_layers": [1, 4]}, r"memory_layers=\[1, 4\] names 4, where the teacher does not see all tokens"),
         ({"recall_share": 0.1}, "sequence_length=64 is too short for recall_share"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -311,15 +315,10 @@ def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
 
 
 def test_refusals(teacher, texts, tmp_path):
-    with pytest.raises(ValueError, match="keep_by='best'"):
+    with pytest.raises(ValueError, match="by='best'"):
         UpcycleArguments(str(teacher), keep_by="best")
     with pytest.raises(ValueError, match=r"got keep=\[1\]"):
         UpcycleArguments(str(teacher), keep=[1], keep_by="sensitivity")
-    with pytest.raises(ValueError, match="student='spade' must be one of 'longhorn', 'bst'"):
-        UpcycleArguments(str(teacher), student="spade")
-    with pytest.raises(ValueError, match="align has nothing to train"):
-        nothing = UpcycleArguments(str(teacher), "bst", config={"ssm_layers": []}, align={"max_steps": 1})
-        upcycle_model(nothing, data_of(texts), training(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="temperature=0"):
         UpcycleArguments(str(teacher), temperature=0)
     (tmp_path / "model.safetensors").write_text("something")
@@ -358,6 +357,7 @@ def test_gaps_that_cannot_be_measured(wrong, message):
 
 def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     base = {"teacher": str(teacher), "config": {"state_size": 4}, "sequence_length": 32, "use_cpu": True}
+    base |= {"memory": "longhorn", "instead": True}
     base |= {"train_files": [f"{texts}/train.jsonl"], "validation_files": [f"{texts}/held_out.jsonl"]}
     base |= {"per_device_train_batch_size": 2, "report_to": "none", "distil": {"max_steps": 2, "learning_rate": 1e-3}}
     variants = {"all": {"keep": 1.0, "distil": {"learning_rate": 0.0}}, "none": {"keep": 0.0}}

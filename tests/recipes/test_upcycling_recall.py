@@ -19,7 +19,7 @@ TASKS = {
         "teacher": {"train_sampling_strategy": "sequential"},
     },
 }  # fmt: skip
-STUDENTS = {"none": {"keep": 0.0, "state_size": 4}, "all": {"keep": 1.0}}
+STUDENTS = {"none": {"keep": 0.0, "memory": "longhorn", "instead": True, "state_size": 4}, "all": {"keep": 1.0}}
 
 
 def settings(folder, **over):
@@ -93,6 +93,6 @@ def test_settings_that_cannot_be_meant(wrong, message):
 
 def test_a_student_that_cannot_be_made_costs_no_training(tmp_path):
     arguments = UpcyclingRecallArguments(TEACHER, {"wrong": {"keep": [5]}}, TASKS, [0])
-    with pytest.raises(ValueError, match="keep"):
+    with pytest.raises(ValueError, match="names 5, but the teacher sees all tokens in the layers 0, 1"):
         recall(arguments, settings(tmp_path))
     assert not list(tmp_path.glob("*.json"))

@@ -30,9 +30,9 @@ def place(tmp_path_factory):
 
 
 def arguments_of(place, output, **options):
-    given = {"windowed": {"wide": {"keep": 0}, "all": {"keep": [0, 1, 2]}, "even": {"keep": 1, "keep_by": "even"}}}
-    given |= {
-        "students": {"made": {"keep": 1.0}, "groups": {"keep": [[1, 0]]}},
+    students = {"wide": {"keep": 0}, "even": {"keep": 1, "keep_by": "even"}, "made": {"keep": 1.0}}
+    given = {
+        "students": students | {"groups": {"keep": [[1, 0]], "sink": "constant"}, "long": {"keep": 0, "window": 250}},
         "multiples": [2],
         "samples": 3,
         "edges": [8, 64, 200],
@@ -50,10 +50,10 @@ def whole(place, tmp_path_factory):
 
 def test_a_window_that_keeps_every_layer_changes_nothing(whole):
     models = whole[1]["models"]
-    assert set(models) == {"teacher", "wide", "all", "even", "made", "groups"}
-    for other in ("all", "made"):
-        assert models[other]["recall"] == models["teacher"]["recall"]
-        for part, loss in models["teacher"]["loss"]["mean"].items():
+    assert set(models) == {"teacher", "wide", "even", "made", "groups", "long"}
+    assert models["made"]["recall"] == models["teacher"]["recall"]
+    for part, loss in models["teacher"]["loss"]["mean"].items():
+        for other in ("made", "long"):
             assert models[other]["loss"]["mean"][part] == pytest.approx(loss, abs=1e-4)
     assert models["wide"]["loss"]["mean"]["8-64"] == pytest.approx(models["teacher"]["loss"]["mean"]["8-64"], abs=1e-4)
     assert models["wide"]["loss"]["mean"]["64-200"] != pytest.approx(
@@ -96,10 +96,7 @@ def test_a_stopped_report_goes_on(whole, place, monkeypatch):
     [
         ({"tasks": ["piqa"]}, "piqa"),
         ({"dtype": "int8"}, "dtype='int8'"),
-        ({"windowed": {"teacher": {"keep": 1}}}, "name more than one"),
-        ({"windowed": {"a": {"keep_by": "even"}}}, "must have keep"),
-        ({"windowed": {"a": {"keep": 1, "window": 3}}}, "may have keep_by"),
-        ({"windowed": {"a": {"keep": 1, "keep_by": "group_recall"}}}, "masks whole layers"),
+        ({"students": {"teacher": {"keep": 1}}}, "'teacher' is the name of the model they are made of"),
     ],
 )
 def test_refusals(options, words, place, tmp_path):
@@ -110,3 +107,9 @@ def test_refusals(options, words, place, tmp_path):
 def test_texts_that_are_too_short_are_counted(place, tmp_path):
     with pytest.raises(ValueError, match=r"texts=3: 2 documents .* have 200 tokens"):
         report(arguments_of(place, tmp_path / "none", texts=3))
+
+
+def test_a_student_that_cannot_be_is_refused_before_anything_is_read(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(upcycling_report, "load_teacher", None)
+    with pytest.raises(ValueError, match="names 7, but the teacher sees all tokens in the layers 0, 1, 2"):
+        report(arguments_of(place, tmp_path / "none", students={"a": {"keep": [7]}}))

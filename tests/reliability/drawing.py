@@ -3,7 +3,6 @@
 from random import Random
 from typing import Any
 
-from hf_hybrid_ssm.models.longhorn.configuration_longhorn import WINDOW_BLOCK_TYPES
 from tests.tiny_models import EVERY, TOKENS
 
 Fields = dict[str, Any]
@@ -20,8 +19,7 @@ FREE: dict[str, dict[str, tuple]] = {
         "time_step_rank": ("auto", 1, 3), "use_bias": FLAG, "use_conv_bias": FLAG,
         "residual_in_fp32": FLAG, "rescale_prenorm_residual": FLAG, "sliding_window": (1, 3, 50),
         "head_dim": (2, 6, 8), "attention_dropout": (0.0, 0.3), "mlp_intermediate_size": (None, 1, 17),
-        "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4), "num_heads": (1, 2, 4),
-        "use_qk_proj": FLAG, "use_qk_norm": FLAG, "window_dropout": (0.0, 0.3),
+        "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4),
     },
     "bst": {
         "num_attention_heads": (1, 2, 3), "head_dim": (4, 7), "hidden_act": ("relu", "gelu", "silu"),
@@ -58,14 +56,6 @@ FREE["spade_seq2seq"] = FREE["spade"] | {
 # fmt: on
 
 
-def groups_of(block_types: list[str], random: Random) -> Fields:
-    """Full groups for each "mixed_attention" layer, of three."""
-    groups = ([], [0], [2], [0, 1], [0, 2])
-    chosen = [random.choice(groups[1:]) if kind == "mixed_attention" else [] for kind in block_types]
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
-    return {"full_attention_groups": chosen if any(chosen) else None, **heads}
-
-
 def legal(model_type: str, random: Random) -> Fields:
     """Fields that fit each other by construction."""
     own = random.choice([own for of, own in EVERY.values() if of == model_type])
@@ -75,27 +65,12 @@ def legal(model_type: str, random: Random) -> Fields:
     fields["num_hidden_layers"] = layers
     if own.get("block_types") is not None:
         fields["block_types"] = random.choices(own["block_types"], k=layers)
-        if own.get("full_attention_groups") is not None:
-            fields |= groups_of(fields["block_types"], random)
     elif model_type == "bst":
         fields["ssm_layers"] = random.sample(range(layers), random.randint("retrieval_k" in own, layers))
     elif model_type.startswith("spade"):
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
-    kinds = set(fields.get("block_types", ()))
-    if model_type == "longhorn" and not kinds & set(WINDOW_BLOCK_TYPES):
-        fields.pop("attention_sink", None)  # it belongs to windows
-    if model_type == "longhorn" and not kinds & {"full_attention", "mixed_attention"}:
-        for name in ("attn_scale", "floor_scale"):  # they belong to full attention
-            fields.pop(name, None)
-    if own.get("use_rope_in_mixer"):  # its keys are as long as those of attention
-        fields["state_size"] = fields["head_dim"]
     if model_type == "bst":
-        if "attention_sink" in own:  # in place of the other sink
-            fields["zero_kv_sink"] = False
         fields["ssm_discretization"] = random.choice(DISCRETIZATIONS.get(ssm, (None,)))
-        if "rope_parameters" in own:  # Llama's attention: grouped heads of even size, whose queries have one norm
-            fields |= {"num_attention_heads": random.choice((2, 4)), "head_dim": random.choice((4, 8))}
-            fields["qk_norm"] = False
     if model_type == "spade_seq2seq":
         decoders = random.randint(1, 2)
         fields |= {"num_decoder_layers": decoders}

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 import hf_hybrid_ssm
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests.reliability.refusals import assert_refused, mistakes
-from tests.tiny_models import EVERY, SCALAR_SINK, class_with_loss, classes_of, config_of
+from tests.tiny_models import EVERY, class_with_loss, classes_of, config_of
 
 WRONG: dict[type, tuple] = {
     bool: ("yes", 2),
@@ -83,14 +83,6 @@ CONTRADICTIONS = [
         "partial_rotary_factor=0.5 turns some channels of a head, and all of them are",
     ),
     (LONGHORN, {"attn_implementation": "lightning"}, 'attn_implementation="lightning"` is not supported.*eager'),
-    (LONGHORN, {"attention_sink": "zero"}, "attention_sink='zero' must be one of 'constant', 'scalar', or None"),
-    ("longhorn", {"attention_sink": "scalar"}, "attention_sink='scalar' needs sliding attention, which no layer has"),
-    (
-        BST,
-        {"attention_sink": "constant"},
-        "attention_sink='constant' needs zero_kv_sink=False.* got zero_kv_sink=True",
-    ),
-    (BST, {**SCALAR_SINK, "bidirectional": True}, "needs zero_kv_sink=False.* bidirectional=True"),
     (BST, {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets=3 must be a multiple of 2"),
     (BST, {"relative_attention_max_distance": 2}, "must exceed half of relative_attention_num_buckets=8"),
     (BST, {"ssm_dt_min": 0.2}, "ssm_dt_min=0.2 must be at most ssm_dt_max=0.1"),

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.models.removed_fields import OF_NEW_MODELS, REMOVED
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
 from hf_hybrid_ssm.serving import context as contexts
@@ -23,13 +22,15 @@ from tests.tiny_models import VARIANTS, language_model, own_language_model
 
 GROWING = {
     "longhorn + window and full attention": [2],
-    "longhorn + attention of mixed groups": [0, 2],
     "lmu-isa + global attention": [0, 1],
     "spade hyena full": [0, 1],
     "longhorn + full attention": [0],
+    "student: windows and a full layer": [1],
+    "student: groups": [0, 2],
+    "student: first tokens": [2],
 }
 # one of each family, and the one with transformers' own cache layer
-SOME = ["longhorn + window and full attention", "bst block-recurrent", "lmu-isa", "spade s4 window"]
+SOME = ["longhorn + window and full attention", "bst block-recurrent", "lmu-isa", "spade s4 window", "student: groups"]
 
 
 @pytest.fixture
@@ -430,22 +431,6 @@ def test_no_bit_of_the_header_can_change(book):
         book.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(ValueError, match=r"context|header|damaged|complete"):
             load_context(book, model)
-
-
-@pytest.mark.parametrize("variant", SOME)
-def test_a_context_from_before_fields_were_removed(variant, path):
-    model = language_model(variant)
-    fields = REMOVED.get(model.config.model_type, {})
-    saved(read(model, random_ids(model, 1, 9)), path, model)
-    rewritten(path, lambda header, _: header["configuration"].update(fields))
-    assert load_context(path, model).num_tokens == 9
-    for name in fields:
-        rewritten(path, lambda header, _, name=name: header["configuration"].update(fields | {name: "other"}))
-        if name in OF_NEW_MODELS:  # what was read knows nothing of it
-            assert load_context(path, model).num_tokens == 9
-            continue
-        with pytest.raises(ValueError, match=f"{path} was read with {name}='other' is no longer an option"):
-            load_context(path, model)
 
 
 def test_what_cannot_be_saved(path, book):

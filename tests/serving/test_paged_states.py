@@ -4,21 +4,24 @@ import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_hybrid_ssm.serving.paged_states import PagedModel, PageLayout, Requests
 from hf_hybrid_ssm.serving.state_layout import FullAttention, StateSpec, state_layout
+from hf_hybrid_ssm.students.initial import student_config
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
+from tests.serving.students import EVERY_STUDENT, FULL_STUDENTS, STUDENTS, UNEVEN_STUDENTS, student_model
 from tests.serving.test_context import GROWING
-from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
+from tests.students.teachers import SIZES, TEACHERS, student
+from tests.tiny_models import OF_FAMILIES, config_of, language_model, own_language_model
 
-FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn + window attention"]
+FIXED = [variant for variant in OF_FAMILIES if variant not in GROWING] + ["longhorn + window attention", *STUDENTS]
 MAX_TOKENS = 24
 # with layers whose keys and values the server keeps
 SERVED = ["longhorn + window and full attention", "longhorn + full attention", "lmu-isa + global attention"]
-SERVED += ["longhorn + attention of mixed groups"]
+SERVED += ["spade hyena full without a bias", *FULL_STUDENTS]
 KEYS = ("keys", "values", "seen")
-SERVED += ["spade hyena full without a bias"]
 
 
 class Server:
@@ -53,6 +56,8 @@ def paged_of(model, pages: int) -> PagedModel:
 
 
 def model_of(variant):
+    if variant in EVERY_STUDENT:
+        return student_model(variant)
     if variant == "spade hyena full without a bias":
         torch.manual_seed(0)
         return type(language_model("spade hyena full"))(
@@ -103,7 +108,7 @@ def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str
         order = torch.tensor([request.page for request in batch])
         positions = torch.cat([torch.arange(before, before + n) for before, n in zip(seen, lengths)])
         hidden = paged.forward(tokens, positions, Requests(lengths, seen, order))
-        logits = model.lm_head(model._pre_head(hidden))
+        logits = paged.logits(hidden)
         for request, part, length in zip(batch, logits.split(lengths), lengths):
             request.logits.append(part)
             request.seen += length
@@ -113,7 +118,7 @@ def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str
     return happened
 
 
-@pytest.mark.parametrize("variant", [*FIXED, *SERVED])
+@pytest.mark.parametrize("variant", [*FIXED, *UNEVEN_STUDENTS, *SERVED])
 def test_any_schedule_gives_each_request_its_own_text(variant):
     model, happened = model_of(variant), set()
     for seed in range(2):
@@ -140,12 +145,8 @@ def test_a_request_that_begins_beside_one_that_goes_on_has_a_clean_page(variant,
     places = torch.cat([columns + seen[0], columns + seen[1]])
     assert list(paged._rectangles(Requests([length] * 2, seen, pages))) == [[0, 1]]
     found = paged.forward(tokens, places, Requests([length] * 2, seen, pages)).split(length)
-    torch.testing.assert_close(
-        model.lm_head(model._pre_head(found[goes_on])), whole(model, ids[[goes_on]])[0, length:], **TOLERANCE
-    )
-    torch.testing.assert_close(
-        model.lm_head(model._pre_head(found[begins])), whole(model, ids[[begins], :length])[0], **TOLERANCE
-    )
+    torch.testing.assert_close(paged.logits(found[goes_on]), whole(model, ids[[goes_on]])[0, length:], **TOLERANCE)
+    torch.testing.assert_close(paged.logits(found[begins]), whole(model, ids[[begins], :length])[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize("variant", ["longhorn", "bst block-recurrent", "lmu-isa", "spade s4 window"])
@@ -221,24 +222,42 @@ def test_what_needs_more_than_a_page_is_refused(variant):
         PagedModel(language_model(variant), MAX_TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "groups"), [(["mixed_attention", "full_attention"], 3), (["mixed_attention"] * 2, 2)]
-)
-def test_layers_ask_a_server_for_as_many_groups(kinds, groups):
+@pytest.mark.parametrize(("keep", "groups"), [([(0, 0), 1], 3), ([(0, 0), (1, 1), (1, 2)], 2)])
+def test_layers_ask_a_server_for_as_many_groups(keep, groups):
     """A server's pages have one size, so that layers with fewer full groups fill them up."""
-    fields = {"block_types": kinds, "num_hidden_layers": 2}
-    fields["full_attention_groups"] = [[0], [1, 2] if kinds[1] == "mixed_attention" else []]
-    model = type(language_model("longhorn"))(config_of("longhorn + attention of mixed groups", **fields)).eval()
+    sizes = SIZES | {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    torch.manual_seed(0)
+    config = student_config(LlamaConfig(**sizes), keep=keep, window=5, attn_scale=0.3)
+    model = AutoModelForCausalLM.from_config(config).eval()
     asked = state_layout(model).attention
     assert [(each.num_heads, each.num_key_value_heads) for each in asked] == [(2 * groups, groups)] * 2
     ids = random_ids(model, 1, 16)
-    hidden = PagedModel(model, 16, Server).forward_without_pages(ids[0])
-    torch.testing.assert_close(model.lm_head(model._pre_head(hidden)), whole(model, ids)[0], **TOLERANCE)
+    paged = PagedModel(model, 16, Server)
+    hidden = paged.forward_without_pages(ids[0])
+    torch.testing.assert_close(paged.logits(hidden), whole(model, ids)[0], **TOLERANCE)
 
 
 def test_a_bias_by_distance_is_refused():
     with pytest.raises(ValueError, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
         PagedModel(language_model("spade hyena full"), MAX_TOKENS, Server)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("gemma2", r"layers \[1, 3\] of this 'hybrid_student' model cap the scores of full attention"),
+        ("gpt_oss", r"layers \[1, 3\] of this 'hybrid_student' model have sinks of their own in full attention"),
+        pytest.param(
+            "lfm2",
+            r"layers \[0, 2\] of this 'hybrid_student' model keep states in cache layers of transformers",
+            marks=pytest.mark.skipif("lfm2" not in TEACHERS, reason="this transformers renames its layers"),
+        ),
+    ],
+)
+def test_what_a_servers_attention_does_not_have_is_refused(name, words):
+    """Of teachers: where their layers are kept. Windows instead have it."""
+    with pytest.raises(ValueError, match=words):
+        PagedModel(student(name, "kept"), MAX_TOKENS, Server)
 
 
 def test_rectangles_hold_no_more_tokens_than_one_forward_and_little_padding():
@@ -279,5 +298,6 @@ def test_a_state_has_its_bytes():
 def test_profiling_runs_all_tokens(variant):
     model = model_of(variant)
     ids = random_ids(model, 1, 16)
-    hidden = PagedModel(model, 16, Server).forward_without_pages(ids[0])
-    torch.testing.assert_close(model.lm_head(model._pre_head(hidden)), whole(model, ids)[0], **TOLERANCE)
+    paged = PagedModel(model, 16, Server)
+    hidden = paged.forward_without_pages(ids[0])
+    torch.testing.assert_close(paged.logits(hidden), whole(model, ids)[0], **TOLERANCE)

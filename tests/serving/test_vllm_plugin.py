@@ -13,9 +13,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import hf_hybrid_ssm.serving
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models.families import FAMILIES, OTHERS
 from hf_hybrid_ssm.serving import vllm_plugin
 from tests.cli.folders import python
+from tests.serving.students import EVERY_STUDENT, FULL_STUDENTS, STUDENTS, student_model
+from tests.students.teachers import student
 from tests.tiny_models import config_of
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +84,9 @@ def vllm(monkeypatch):
 def test_every_language_model_is_registered_once(vllm, caplog):
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
-    wanted = {family.heads["MODEL_FOR_CAUSAL_LM"] for family in FAMILIES if "MODEL_FOR_CAUSAL_LM" in family.heads}
-    assert len(wanted) == 4 and vllm.registry.models == dict.fromkeys(wanted, vllm_plugin.MODEL)
+    declared = (*FAMILIES, *OTHERS)
+    wanted = {family.heads["MODEL_FOR_CAUSAL_LM"] for family in declared if "MODEL_FOR_CAUSAL_LM" in family.heads}
+    assert len(wanted) == 5 and vllm.registry.models == dict.fromkeys(wanted, vllm_plugin.MODEL)
     assert set(vllm.settings) == wanted and not caplog.records
     vllm.registry.models.clear()
     vllm_plugin.register()
@@ -152,23 +155,31 @@ class ModelInfo:
 
 
 def model_settings(model: str) -> SimpleNamespace:
-    return SimpleNamespace(hf_config=config_of(model), _model_info=ModelInfo())
+    config = student_model(model).config if model in EVERY_STUDENT else config_of(model)
+    return SimpleNamespace(hf_config=config, _model_info=ModelInfo())
 
 
-@pytest.mark.parametrize("model", ["longhorn", "longhorn + window and full attention", "lmu-isa + global attention"])
+HYBRID = {"longhorn": False, "longhorn + window and full attention": True, "lmu-isa + global attention": True}
+HYBRID |= dict.fromkeys(STUDENTS, False) | dict.fromkeys(FULL_STUDENTS, True)
+
+
+@pytest.mark.parametrize("model", HYBRID)
 def test_a_model_with_full_attention_is_a_hybrid(model, vllm):
     vllm_plugin.register()
     (check,) = set(vllm.settings.values())
     given = model_settings(model)
     check.verify_and_update_model_config(given)
-    assert given._model_info == (ModelInfo() if model == "longhorn" else ModelInfo(False, True))
+    assert given._model_info == (ModelInfo(False, True) if HYBRID[model] else ModelInfo())
 
 
-def test_a_bias_of_full_attention_is_refused(vllm):
+def test_what_full_attention_has_beside_is_refused(vllm):
     vllm_plugin.register()
     (check,) = set(vllm.settings.values())
     with pytest.raises(ValueError, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
         check.verify_and_update_model_config(model_settings("spade hyena full"))
+    given = SimpleNamespace(hf_config=student("gemma2", "kept").config, _model_info=ModelInfo())
+    with pytest.raises(ValueError, match=r"layers \[1, 3\] of this 'hybrid_student' model cap the scores"):
+        check.verify_and_update_model_config(given)
 
 
 @pytest.mark.parametrize("model", ["longhorn", "bst block-recurrent", "lmu-isa + window attention", "spade adaptive"])

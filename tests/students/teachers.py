@@ -76,10 +76,10 @@ REFUSED = {
 
 
 @cache
-def teacher(name: str) -> torch.nn.Module:
+def teacher(name: str, **sizes: int) -> torch.nn.Module:
     """In evaluation mode, float64 where it can be."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**SIZES, **TEACHERS[name]})
+    config = AutoConfig.for_model(name, **{**SIZES, **TEACHERS[name], **sizes})
     options = {"dtype": torch.float32 if name in FLOAT32 else torch.float64}
     if name == "gemma2":
         options["attn_implementation"] = (

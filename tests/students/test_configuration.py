@@ -1,10 +1,12 @@
 """A student's configuration is its teacher's, with a plan of its layers that can be."""
 
 import pytest
+import torch
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, Student
 from hf_hybrid_ssm.students.initial import student_config
+from hf_hybrid_ssm.students.teacher import attention_layers
 from tests.students.teachers import MIXED, SIZES
 
 LAYERS = {"full": {"attention": "full"}, "window": {"attention": "window", "window": 4}}
@@ -100,3 +102,9 @@ def test_there_is_a_plan_for_each_layer_and_a_teacher():
     for name in ("hybrid_student", "nonesuch"):
         with pytest.raises(ValueError, match=f"teacher_type='{name}' is not a model type of transformers"):
             HybridStudentConfig(teacher_type=name)
+
+
+def test_a_teacher_is_looked_at_within_inference_mode_too():
+    with torch.inference_mode():
+        found = attention_layers(Qwen3Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 77.0}))
+    assert [layer.turned for layer in found.values()] == [8] * 4

@@ -2,19 +2,20 @@
 
 import copy
 import pickle
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.cache import prepare_cache
 from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.serving import PrefixCache, load_context, save_context
-from hf_hybrid_ssm.serving.state_layout import hold_served
-from hf_hybrid_ssm.students.initial import student_config
-from tests.students.teachers import SIZES, student, tokens
+from tests import processes
+from tests.serving.students import EVERY_STUDENT, student_model
+from tests.students.teachers import student, tokens
 from tests.tiny_models import compiles
 
 KINDS = pytest.mark.parametrize("kind", ["constant", "first_token"])
@@ -142,55 +143,75 @@ def test_a_cache_of_another_model_is_refused():
         model.generate_batch([[1, 2]])
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_a_context_in_a_file_and_prefixes_that_are_kept(name, kind, tmp_path):
-    model, ids, more = student(name, kind), tokens(1, 20), tokens(1, 4, seed=3)
-    both = torch.cat([ids, more], 1)
+@pytest.mark.filterwarnings("ignore:layers .* keep the keys")  # such a file grows with the text
+@pytest.mark.parametrize("name", EVERY_STUDENT)
+def test_contexts_in_files_and_prefixes_that_are_kept(name, tmp_path):
+    """In this process and after a restart; of rows with padding, a context as well."""
+    model, ids, more = student_model(name), tokens(1, 20), tokens(1, 4, seed=3)
+    both, close_to = torch.cat([ids, more], 1), 1e-5
+    rows, mask = torch.cat([ids, torch.zeros_like(ids)]), torch.ones(2, 20, dtype=torch.int64)
+    rows[1, 7:], mask[1, :7] = ids[0, :13], 0
     with torch.no_grad():
-        save_context(model(ids, use_cache=True).cache, tmp_path / "context", model, tokens=ids)
-        cache = load_context(tmp_path / "context", model).cache
-        close(model(more, cache=cache).logits, model(both).logits[:, 20:])
-    prefixes, wanted = PrefixCache(max_bytes=10**7), model.generate(both, **GREEDY)
+        saved = model(rows, attention_mask=mask, use_cache=True).cache
+        save_context(saved, tmp_path / "context", model, tokens=rows, attention_mask=mask)
+        context = load_context(tmp_path / "context", model)
+        assert torch.equal(context.tokens, rows) and torch.equal(context.attention_mask, mask)
+        seen = torch.cat([mask, torch.ones(2, 4, dtype=torch.int64)], 1)
+        found = model(more.expand(2, -1), cache=context.cache, attention_mask=seen).logits
+        close(found[:1], model(both).logits[:, 20:], close_to)
+        close(found[1:], model(torch.cat([ids[:, :13], more], 1)).logits[:, 13:], close_to)
+    wanted = model.generate(both, **GREEDY)
+    prefixes = PrefixCache(max_bytes=10**7, folder=tmp_path / "states")
     model.generate(ids, prefix_cache=prefixes, **GREEDY)
-    assert torch.equal(model.generate(both, prefix_cache=prefixes, **GREEDY), wanted)
+    for cache in (prefixes, PrefixCache(max_bytes=10**7, folder=tmp_path / "states")):
+        read = cache.tokens_read
+        assert torch.equal(model.generate(both, prefix_cache=cache, **GREEDY), wanted)
+        assert cache.tokens_read - read < 20  # the prompt was read before
 
 
-def test_a_server_may_keep_the_keys_of_all_tokens():
-    """In layers that are the teacher's, and in those some of whose groups see all tokens."""
-    model, ids = student("qwen3", "constant"), tokens(2, 20)
-    asked = []
+def test_a_context_of_another_plan_is_refused(tmp_path):
+    one, other, ids = student("qwen3", "windows"), student("qwen3", "constant in all"), tokens(1, 9)
+    save_context(one(ids, use_cache=True).cache, tmp_path / "context", one, tokens=ids)
+    with pytest.raises(ValueError, match="student"):
+        load_context(tmp_path / "context", other)
 
-    def attend(queries, keys, values, *, scale):
-        asked.append(keys.shape[1])
-        keys, values = (x.repeat_interleave(queries.shape[1] // keys.shape[1], 1) for x in (keys, values))
-        options = {"is_causal": True, "scale": scale}
-        found = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, **options)
-        return found.transpose(1, 2).flatten(2)
 
-    cache = prepare_cache(None, model.config, 2)
-    hold_served(cache, 0, attend, {}, torch.arange(2))
-    hold_served(cache, 3, attend, {}, torch.arange(2))
-    options = {"position_ids": torch.arange(20)[None], "continues_documents": True}
+ROUNDED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, logging
+from hf_hybrid_ssm import LowBitConfig
+from tests.serving.students import student_model
+from tests.students.teachers import tokens
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+folder, bits, *names = sys.argv[1:]
+for name in names:
+    model, ids = student_model(name, hidden_size=128, intermediate_size=256, head_dim=32), tokens(2, 20)
+    model.save_pretrained(f"{folder}/exact")
+    load = AutoModelForCausalLM.from_pretrained
+    options = LowBitConfig(bits=int(bits), head_bits=int(bits))
+    rounded = load(f"{folder}/exact", quantization_config=options).eval()
+    rounded.save_pretrained(f"{folder}/rounded")
+    again, info = load(f"{folder}/rounded", output_loading_info=True)
+    assert not any(info.values()), info
+    maps = [type(module).__name__ for module in again.modules()].count("LowBitLinear")
     with torch.no_grad():
-        for layer in (1, 2):  # one column stands for what went before, and is not there
-            cache.layers[layer].seen_tokens = 1
-        cache.layers[0].states["window_seen"] = torch.zeros(2, dtype=torch.int64)
-        states = {name: torch.zeros(2, 1, 5, 8, dtype=torch.float64) for name in ("window_keys", "window_values")}
-        cache.layers[0].states |= states
-        found = model(ids, cache=cache, **options).logits
-    close(found, model(ids).logits)
-    assert asked == [2, 2]
+        exact, found, same = (one(ids).logits for one in (model, rounded, again.eval()))
+    scale = exact.abs().max()
+    difference = float((found - exact).abs().max() / scale), float((same - found).abs().max() / scale)
+    print(f"{name}: {maps}, {difference}", flush=True)
+    assert maps > 16 and 0 < difference[0] < (0.5 if bits == "8" else 1.5) and difference[1] < 1e-5
+print("done")
+"""
 
 
-def test_weights_may_be_rounded(tmp_path):
-    config = student_config(LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 256}), keep=[1], window=5)
-    torch.manual_seed(0)
-    model, ids = AutoModelForCausalLM.from_config(config).eval(), tokens(2, 20)
-    model.save_pretrained(tmp_path)
-    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf_hybrid_ssm.LowBitConfig(bits=8))
-    assert type(rounded.model.layers[0].self_attn.q_proj).__name__ == "LowBitLinear"
-    close(rounded(ids).logits, model(ids).logits, 0.1 * float(model(ids).logits.detach().abs().max()))
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_a_folder_with_rounded_weights_gives_the_same(bits, tmp_path):
+    """In a process of its own, which torch's kernels end where something does not suit them."""
+    command = [sys.executable, "-c", ROUNDED, tmp_path, bits, *EVERY_STUDENT]
+    told = processes.run(command, cwd=Path(__file__).parents[2], timeout=600)
+    assert told.returncode == 0 and told.stdout.endswith("done\n"), (told.stdout, told.stderr[-2000:])
 
 
 def test_attention_weights_where_all_layers_are_kept():

@@ -1,12 +1,25 @@
 """What takes the place of a first token that a window has left."""
 
+import copy
+
 import pytest
 import torch
+from transformers import AttentionInterface, DynamicCache
 
+from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.students.initial import choose_sink, first_token_ids, init_sinks, student_of
-from hf_hybrid_ssm.upcycle import upcycle
-from hf_hybrid_ssm.upcycle.fused_teachers import unfused
-from tests.students.teachers import TEACHERS, WINDOW, exactly, full_layers, masked, student, teacher, tokens, tolerance
+from tests.students.teachers import (
+    SIZES,
+    TEACHERS,
+    WINDOW,
+    exactly,
+    full_layers,
+    masked,
+    student,
+    teacher,
+    tokens,
+    tolerance,
+)
 
 LENGTH = 24
 EVERY = pytest.mark.parametrize("name", TEACHERS)
@@ -33,19 +46,59 @@ def test_a_constant_sink_is_where_it_was_whatever_the_positions(name):
         torch.testing.assert_close(shifted, found, rtol=0, atol=1e-5)  # transformers' angles are of float32
 
 
+def first_tokens_states(model, ids):
+    """Keys and values (G, e) of each layer, the means over texts of one token: what transformers' cache then holds,
+    where keys are turned by nothing but have the scale of the rotation."""
+    cache = DynamicCache(config=model.config)
+    model(ids, **{CACHE: cache})
+    scale = model.model.rotary_emb.attention_scaling
+    return [(layer.keys[:, :, 0].mean(0) / scale, layer.values[:, :, 0].mean(0)) for layer in cache.layers]
+
+
+def with_windows_and_sinks(name, keep):
+    """A teacher with windows but in layers, or (layer, group), that are kept: softmax by its equation, a column for
+    the sink. Its queries are already turned by their positions; they are turned back, and by W + 1."""
+    model = exactly(copy.deepcopy(teacher(name)))
+    sinks, rotary = first_tokens_states(model, first_token_ids(SIZES["vocab_size"])), model.model.rotary_emb
+    frequencies, scale, away = rotary.inv_freq.double(), rotary.attention_scaling, WINDOW + 1
+
+    def attend(module, query, key, value, attention_mask, scaling, **options):
+        length, shared = query.shape[2], query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+        rank, layer = torch.arange(length), module.layer_idx
+        heads = [layer in keep or (layer, head // shared) in keep for head in range(query.shape[1])]
+        is_full = torch.tensor(heads)[:, None, None]
+        passed = torch.where(is_full[..., 0], (rank + 1) // (WINDOW + 2), 0)
+        logits = query * (1 + 0.1 * (1 + passed).log())[..., None] @ key.transpose(2, 3) * scaling
+        distance = rank[:, None] - rank
+        logits = logits.masked_fill((distance < 0) | (~is_full & (distance > WINDOW)), -torch.inf)
+        sink, own = (x.repeat_interleave(shared, 0) for x in sinks[layer])
+        half = query.shape[3] // 2
+        turn = torch.polar(torch.ones(()).double(), frequencies * (away - rank[:, None]))
+        z = torch.complex(query[..., :half], query[..., half:]) * turn
+        column = (torch.cat([z.real, z.imag], -1) * sink[:, None] * scale).sum(-1, keepdim=True) * scaling
+        column = column.masked_fill(is_full | (rank <= WINDOW)[:, None], -torch.inf)
+        value = torch.cat([value, own[:, None].expand(len(value), -1, 1, -1)], 2)
+        weights = torch.cat([logits, column], -1).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("windows_and_sinks", attend)
+    model.set_attn_implementation("windows_and_sinks")
+    return model
+
+
 @pytest.mark.parametrize("keep", [[], [2], [(0, 1), (2, 0)]], ids=["windows", "a layer", "groups"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
-def test_equals_the_student_of_a_family(name, keep):
-    """Of Longhorn with options, in float64; transformers' norms and angles are of float32, and exact here."""
-    own, ids = teacher(name), tokens(2, LENGTH)
-    old, _ = upcycle(
-        unfused(own) if name == "phi3" else own, keep=keep, others_as="sliding_attention", sliding_window=WINDOW + 1
-    )
-    new = student_of(own, keep=keep, window=WINDOW, attn_scale=0.1)
+@torch.no_grad()
+def test_equals_its_equation(name, keep):
+    """In float64; transformers' norms and angles are of float32, and exact here."""
+    ids = tokens(2, LENGTH)
+    new = student_of(teacher(name), keep=keep, window=WINDOW, attn_scale=0.1)
     sinks = [module.sink for module in new.base_model.modules() if hasattr(module, "sink")]
     assert len(sinks) == 3 + (len(keep) != 1)
-    wanted, found = (exactly(model)(ids).logits for model in (old, new))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    wanted = with_windows_and_sinks(name, keep)(ids).logits
+    init_sinks(exactly(new), first_token_ids(SIZES["vocab_size"]))
+    torch.testing.assert_close(new(ids).logits, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
+from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
 from hf_hybrid_ssm.students.teacher import attention_layers
 from tests.students.teachers import (
@@ -84,7 +85,7 @@ def test_padding_is_not_read(name, kind, side):
 def test_a_cache_goes_back(name, kind):
     model, ids = student(name, kind), tokens(2, LENGTH)
     wanted, cache = model(ids).logits, DynamicCache(config=model.config)
-    model.config.fit_cache(cache)
+    fit_cache(cache, model.config)
     cache.activate_past_recording()
     model(ids[:, :12], cache=cache)
     model(torch.cat([ids[:, 12:15], tokens(2, 8, seed=2)], 1), cache=cache)

@@ -2,48 +2,39 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.hub import card_of_folder, check_contents, check_folder, export_code
-from hf_hybrid_ssm.hub.fingerprint import digest_of
-from hf_hybrid_ssm.upcycle import load_teacher_model, new_modules, save_delta, upcycle
-from hf_hybrid_ssm.upcycle.delta import TEACHER, tokenizer_of, write_full
+from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, save_delta, tokenizer_of, upcycle
+from hf_hybrid_ssm.upcycle.delta import TEACHER, write_full
+from hf_hybrid_ssm.upcycle.student import constant_sinks, new_modules
 from tests.upcycle.teacher_files import TEXT, in_cache, save_teacher, tokenizer_of_tests, write_gguf
-from tests.upcycle.test_upcycle import SIZES
+from tests.upcycle.test_upcycle import MEMORIES
 
-STUDENTS = {
-    "longhorn": {"keep": 0.5, "state_size": 4},
-    "longhorn, all kept": {"keep": 1.0, "keep_as": "sliding_attention", "sliding_window": 8},
-    "bst": {"family": "bst", "sliding_window": 8, "ssm_layers": [1, 3]},
-    "bst, windows alone": {"family": "bst", "sliding_window": 8, "ssm_layers": []},
-}
 UNTIED = {"tie_word_embeddings": False}
 KINDS = ("folder", "untied folder", "gguf", "bfloat16 folder")
+OTHERS = ("gemma3", "mixtral", "phi3", "olmo2")
 
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
     """kind → path."""
     folder = tmp_path_factory.mktemp("teachers")
-    narrow = load_teacher_model(save_teacher(folder / "folder"), torch.bfloat16)
-    narrow.save_pretrained(folder / "bfloat16 folder")
+    narrow = load_teacher(save_teacher(folder / "folder"), torch.bfloat16)
+    narrow.model.save_pretrained(folder / "bfloat16 folder")
+    narrow.tokenizer.save_pretrained(folder / "bfloat16 folder")
     return {
         "folder": folder / "folder",
         "untied folder": save_teacher(folder / "untied folder", **UNTIED),
         "gguf": write_gguf(folder / "teacher.gguf", quantized=True),
         "bfloat16 folder": folder / "bfloat16 folder",
+        **{name: save_teacher(folder / name, name) for name in OTHERS},
     }
 
 
@@ -56,9 +47,12 @@ def trained(student):
     return student
 
 
-def student_of(teacher, name="bst", **more):
+def student_of(teacher, memory="context states", train=True):
     torch.manual_seed(0)
-    return trained(upcycle(load_teacher_model(teacher), **STUDENTS[name], **more)[0]).eval()
+    known = teacher if isinstance(teacher, Teacher) else load_teacher(teacher)
+    options = {"sink": "constant", **MEMORIES[memory]}
+    student, _ = upcycle(known, Keep([known.layers[1]], window=8), **options)
+    return (trained(student) if train else student).eval()
 
 
 def same(found, wanted):
@@ -73,51 +67,59 @@ def same(found, wanted):
     assert found.generation_config.eos_token_id == wanted.generation_config.eos_token_id is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STUDENTS)
-def test_a_student_comes_back_exactly(name, kind, teachers, tmp_path):
-    student = student_of(teachers[kind], name)
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [*((kind, memory) for kind in KINDS for memory in MEMORIES), *((kind, "windows") for kind in OTHERS)],
+)
+def test_a_student_comes_back_exactly(kind, memory, teachers, tmp_path):
+    student = student_of(teachers[kind], memory)
     delta = save_delta(student, tmp_path, teachers[kind])
     assert delta.teacher == teachers[kind].name and not delta.is_on_hub
     found = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers[kind])
     same(found, student)
     assert found.dtype == student.dtype
+    own = set(load_file(tmp_path / "delta.safetensors"))
+    new = [name for name in student.state_dict() if ".sink." in name or ".memory." in name]
+    assert own == set(new) and new
     counts = check_contents(tmp_path)
-    assert counts["files"] == 1 and counts["tensors"] + len(delta.carried) >= len(dict(student.named_parameters()))
-    kept = {name for name in student.state_dict() if ".mlp." in name or "feed_forward" in name}
-    assert kept and kept <= delta.carried.keys()
+    assert counts["files"] == 1 and counts["tensors"] == len(new)
+
+
+def test_a_tensor_that_training_changed_is_saved_whole(teachers, tmp_path):
+    student = student_of(teachers["folder"], "windows")
+    with torch.no_grad():
+        student.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+    save_delta(student, tmp_path, teachers["folder"])
+    own = load_file(tmp_path / "delta.safetensors")
+    changed = "model.layers[1].mlp.up_proj.weight".replace("[1]", ".1")
+    sinks = {f"{name}.{part}" for name in constant_sinks(student) for part in ("key", "value")}
+    assert set(own) == sinks | {changed} and own[changed].shape == (48, 32)
+    same(AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers["folder"]), student)
+
+
+def test_a_teacher_in_another_type_is_read_as_it_was_saved(teachers, tmp_path):
+    """The fingerprint is of the tensors in the folder, whatever the student was made from."""
+    wide = load_teacher(teachers["bfloat16 folder"], torch.float32)
+    assert not wide.is_as_saved
+    student = student_of(wide)
+    save_delta(student, tmp_path, wide)
+    assert load_file(tmp_path / "delta.safetensors").keys().isdisjoint(wide.model.state_dict())
+    same(AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers["bfloat16 folder"]), student)
+
+
+def test_a_teacher_that_lies_nowhere_has_no_delta(teachers, tmp_path):
+    known = load_teacher(teachers["folder"])
+    with pytest.raises(ValueError, match="no source that a delta could name"):
+        save_delta(student_of(known), tmp_path, Teacher(known.model))
 
 
 @pytest.mark.parametrize("kind", ["folder", "untied folder"])
-def test_what_carries_over_twice_is_two_parameters(kind, teachers, tmp_path):
-    """A tensor of the teacher that two parameters begin with has its own memory in each: they are trained apart."""
-    student, _ = upcycle(load_teacher_model(teachers[kind]), **STUDENTS["bst"])
-    carried = list(save_delta(student, tmp_path, teachers[kind]).carried.values())
-    assert len(set(carried)) < len(carried)
+def test_what_is_trained_is_not_shared(kind, teachers, tmp_path):
+    """No two parameters share memory, but what the student ties."""
+    save_delta(student_of(teachers[kind]), tmp_path, teachers[kind])
     found = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers[kind])
     memory = [parameter.untyped_storage().data_ptr() for parameter in found.parameters()]  # a tied one counts once
     assert len(set(memory)) == len(memory)
-    before = {name: parameter.detach().clone() for name, parameter in found.named_parameters()}
-    for name, parameter in found.named_parameters():
-        with torch.no_grad():
-            parameter += 1
-        torch.testing.assert_close(parameter.detach(), before[name] + 1)
-
-
-def test_only_what_is_new_is_saved(teachers, tmp_path):
-    """Of an output projection with more columns than the teacher's, the others; of windows alone, their sinks."""
-    windows = student_of(teachers["folder"], "bst, windows alone")
-    save_delta(windows, tmp_path / "windows", teachers["folder"])
-    sinks = {name for name in windows.state_dict() if ".sink." in name}
-    assert set(load_file(tmp_path / "windows" / "delta.safetensors")) == sinks and len(sinks) == 8
-    untrained, _ = upcycle(load_teacher_model(teachers["folder"]), **STUDENTS["bst"])
-    delta = save_delta(untrained, tmp_path / "untrained", teachers["folder"])
-    own = load_file(tmp_path / "untrained" / "delta.safetensors")
-    both = "model.layers.1.attention.o_proj.weight"
-    assert delta.carried[both] == "model.layers.1.self_attn.o_proj.weight" and own[both].shape == (32, 32)
-    new = {name for name in untrained.state_dict() if "context" in name and name not in delta.carried}
-    assert set(own) == new | sinks | {both, "model.layers.3.attention.o_proj.weight"}
-    same(AutoModelForCausalLM.from_pretrained(tmp_path / "untrained", teacher=teachers["folder"]), untrained.eval())
 
 
 def test_where_the_teacher_is_the_user_says(teachers, tmp_path, monkeypatch):
@@ -146,7 +148,8 @@ def test_a_recorded_name_of_the_hub_is_asked_for_only_on_the_users_word(teachers
     monkeypatch.delenv(TEACHER, raising=False)
     monkeypatch.chdir(tmp_path)
     student = student_of(teachers["folder"])
-    delta = save_delta(student, "delta", "someone/teacher", model=load_teacher_model(teachers["folder"]))
+    known = load_teacher(teachers["folder"])
+    delta = save_delta(student, "delta", replace(known, source="someone/teacher"))
     assert delta.teacher == "someone/teacher" and delta.is_on_hub
     shutil.copytree(teachers["untied folder"], "someone/teacher")  # another one
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -162,9 +165,8 @@ def test_a_recorded_name_of_the_hub_is_asked_for_only_on_the_users_word(teachers
 
 @pytest.mark.parametrize("name", ["../teacher", "/teacher", "a/b/c", "", "someone/..", "https://example.org/a"])
 def test_a_recorded_name_that_the_hub_cannot_have_is_refused(name, teachers, tmp_path):
-    save_delta(
-        student_of(teachers["folder"]), tmp_path, "someone/teacher", model=load_teacher_model(teachers["folder"])
-    )
+    known = replace(load_teacher(teachers["folder"]), source="someone/teacher")
+    save_delta(student_of(known), tmp_path, known)
     file = tmp_path / "delta.json"
     file.write_text(file.read_text().replace('"someone/teacher"', json.dumps(name)))
     with pytest.raises(ValueError, match="is no name on the Hub"):
@@ -173,7 +175,7 @@ def test_a_recorded_name_that_the_hub_cannot_have_is_refused(name, teachers, tmp
 
 def test_another_teacher_is_refused(teachers, tmp_path):
     save_delta(student_of(teachers["folder"]), tmp_path / "delta", teachers["folder"])
-    other = load_teacher_model(teachers["folder"])
+    other = load_teacher(teachers["folder"]).model
     with torch.no_grad():
         other.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-6
     other.save_pretrained(tmp_path / "other")
@@ -187,7 +189,7 @@ def test_the_same_weights_in_another_file_are_the_same_teacher(teachers, tmp_pat
     """Unpacked and saved as a folder, in several files, a GGUF teacher has the same fingerprint."""
     student = student_of(teachers["gguf"])
     save_delta(student, tmp_path / "delta", teachers["gguf"])
-    load_teacher_model(teachers["gguf"]).save_pretrained(tmp_path / "folder", max_shard_size="20KB")
+    load_teacher(teachers["gguf"]).model.save_pretrained(tmp_path / "folder", max_shard_size="20KB")
     assert len(list((tmp_path / "folder").glob("model-*.safetensors"))) > 1
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=tmp_path / "folder"), student)
 
@@ -208,9 +210,6 @@ def test_options_of_loading(teachers, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.name_or_path == str(tmp_path)
     base = AutoModel.from_pretrained(tmp_path, **given)
     torch.testing.assert_close(base.state_dict(), student.model.state_dict(), rtol=0, atol=0)
-    head = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3, **given)
-    torch.testing.assert_close(head.model.state_dict(), student.model.state_dict(), rtol=0, atol=0)
-    assert head.score.out_features == 3
 
 
 def test_matrices_in_half_as_many_bytes(teachers, tmp_path):
@@ -255,7 +254,8 @@ def damaged(folder, kind):
     """What is wrong with the folder of a delta, and what is said of it."""
     file, weights = folder / "delta.json", folder / "delta.safetensors"
     said = json.loads(file.read_text())
-    both = next(name for name in load_file(weights) if name in said["carried"])
+    own = load_file(weights)
+    sinks = sorted(name for name in own if name.endswith("sink.key"))
     match kind:
         case "no weights":
             weights.unlink()
@@ -272,53 +272,43 @@ def damaged(folder, kind):
             said["path"] = "/etc"
         case "a path":
             said["teacher"] = "../teacher"
-        case "no tensor carried":
-            del said["carried"]["model.norm.weight"]
+        case "a tensor less":
+            del own[sinks[0]]
+            save_file(own, weights)
+            return rf"no weight file holds {sinks[0]}, which HybridStudentForCausalLM needs"
         case "a foreign tensor":
-            said["carried"]["other.weight"] = "model.norm.weight"
+            save_file(own | {"other.weight": torch.zeros(2)}, weights)
+            return r"holds other\.weight, which HybridStudentForCausalLM does not have"
         case "a wrong width":
-            save_file(load_file(weights) | {both: torch.zeros(32, 64)}, weights)
-            return f"{both} has shape .32, 64.; the teacher's columns are carried"
+            save_file(own | {sinks[0]: torch.zeros(2, 9)}, weights)
+            return f"{sinks[0]} has shape .2, 9., but HybridStudentForCausalLM needs .2, 8."
         case "a number":
-            own = load_file(weights)
-            own[both][0, 0] = torch.nan
+            own[sinks[0]][0, 0] = torch.nan
             save_file(own, weights)
         case "two names":
-            own = load_file(weights)
-            first, second = two_alike({name: value.shape for name, value in own.items()})
-            save_file(own | {first: own[second], second: own[first]}, weights)
-        case "two carried names":
-            first, second = two_alike({name: name.split(".", 3)[3:] for name in said["carried"] if ".layers." in name})
-            said["carried"] |= {first: said["carried"][second], second: said["carried"][first]}
+            save_file(own | {sinks[0]: own[sinks[1]], sinks[1]: own[sinks[0]]}, weights)
+        case "a tensor of the teacher":
+            save_file(own | {"model.norm.weight": torch.ones(32)}, weights)
         case "whole weights beside it":
             shutil.copy(weights, folder / "model.safetensors")
             return "holds both a delta .* and whole weights"
     file.write_text(json.dumps(said))
     return {
-        "another format": "is not a delta of format 2",
-        "a field more": "must hold teacher, is_on_hub, fingerprint, digest, carried",
+        "another format": "is not a delta of format 3",
+        "a field more": "must hold teacher, is_on_hub, fingerprint, digest",
         "a path": r"teacher='\.\./teacher' must be a name without its folder",
-        "no tensor carried": r"no weight file holds model\.norm\.weight",
-        "a foreign tensor": r"carries other\.weight, which the student does not have",
     }.get(kind, r"delta\.safetensors and delta\.json are not what was saved")
 
 
-def two_alike(kinds):
-    """Two names of the same kind."""
-    pairs = ((one, other) for one in kinds for other in kinds if one < other and kinds[one] == kinds[other])
-    return next(pairs)
-
-
 DAMAGES = (
-    "no weights", "cut off", "no JSON", "another format", "a field more", "a path", "no tensor carried",
-    "a foreign tensor", "a wrong width", "a number", "two names", "two carried names", "whole weights beside it",
+    "no weights", "cut off", "no JSON", "another format", "a field more", "a path", "a tensor less",
+    "a foreign tensor", "a wrong width", "a number", "two names", "a tensor of the teacher", "whole weights beside it",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_delta_is_found(kind, teachers, tmp_path):
-    untrained, _ = upcycle(load_teacher_model(teachers["folder"]), **STUDENTS["bst"])
-    save_delta(untrained, tmp_path, teachers["folder"])
+    save_delta(student_of(teachers["folder"]), tmp_path, teachers["folder"])
     message = damaged(tmp_path, kind)
     with pytest.raises(ValueError, match=message) as error:
         check_contents(tmp_path)
@@ -337,40 +327,11 @@ def test_a_student_that_is_not_finite_is_not_saved(teachers, tmp_path):
     assert not (tmp_path / "delta").exists()
 
 
-def test_what_carries_over_twice_is_two(teachers, tmp_path):
-    """Norms that are alike are carried from one of the teacher's; a Phi-3's projections are parts of one matrix. Each
-    is trained apart after loading."""
-    alike = load_teacher_model(teachers["folder"])
-    with torch.no_grad():
-        for name, parameter in alike.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-    alike.save_pretrained(tmp_path / "alike")
-    Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)).save_pretrained(tmp_path / "fused")
-    for folder in ("alike", "fused"):
-        student, _ = upcycle(load_teacher_model(tmp_path / folder), **STUDENTS["bst"])
-        delta = save_delta(student, tmp_path / f"{folder}-delta", tmp_path / folder)
-        assert len(set(delta.carried.values())) < len(delta.carried)
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / f"{folder}-delta", teacher=tmp_path / folder)
-        parameters = list(found.parameters())
-        assert len({value.untyped_storage().data_ptr() for value in parameters}) == len(parameters)
-        wanted = {name: value.clone() for name, value in found.state_dict().items()}
-        with torch.no_grad():
-            found.model.layers[0].attention_norm.weight.add_(1)
-            found.model.layers[0].attention.q_proj.weight.add_(1)
-        changed = {name for name, value in found.state_dict().items() if not torch.equal(value, wanted[name])}
-        assert changed == {f"model.layers.0.{part}.weight" for part in ("attention_norm", "attention.q_proj")}
-
-
-def test_a_tensor_of_another_shape_is_not_carried(teachers, tmp_path):
-    student = student_of(teachers["folder"])
-    save_delta(student, tmp_path, teachers["folder"])
-    file = tmp_path / "delta.json"
-    said = json.loads(file.read_text())
-    said["carried"]["model.norm.weight"] = "model.layers.0.mlp.up_proj.weight"
-    said["digest"] = digest_of(said["carried"], load_file(tmp_path / "delta.safetensors"))
-    file.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is carried as \(48, 32\), not \(32,\)"):
+def test_a_configuration_of_other_sizes_does_not_fit_the_teacher(teachers, tmp_path):
+    save_delta(student_of(teachers["folder"], "windows"), tmp_path, teachers["folder"])
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 50'))
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight of the teacher is \(48, 32\), not \(50, 32\)"):
         AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teachers["folder"])
 
 

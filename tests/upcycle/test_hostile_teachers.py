@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_hybrid_ssm.upcycle import load_teacher, save_delta, upcycle
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, save_delta, upcycle
 from tests.cli.hostile import HOSTILE, Hostile
 from tests.upcycle.teacher_files import in_cache, save_teacher
 
@@ -53,7 +53,7 @@ ALL = [hostile for hostile in (*HOSTILE, *OWN) if hostile.name not in OF_HYBRIDS
 def teacher(tmp_path_factory):
     """In bfloat16, as the weights that `HOSTILE` speaks of."""
     folder = save_teacher(tmp_path_factory.mktemp("hostile") / "teacher")
-    load_teacher(folder, torch.bfloat16)[0].save_pretrained(folder)
+    load_teacher(folder, torch.bfloat16).model.save_pretrained(folder)
     for name in ("notes.json", "README.md", "SHA256SUMS", "x.py"):
         (folder / name).write_text("{}")
     return folder
@@ -86,7 +86,8 @@ def test_a_hostile_folder_is_refused_in_one_line(hostile, teacher, tmp_path):
 
 @pytest.mark.parametrize("hostile", [OWN[0], *HOSTILE[:2], *HOSTILE[-3:]], ids=lambda hostile: hostile.name)
 def test_the_teacher_of_a_delta_is_checked_too(hostile, teacher, tmp_path):
-    save_delta(upcycle(load_teacher(teacher)[0], keep=0.5)[0], tmp_path / "delta", teacher)
+    known = load_teacher(teacher)
+    save_delta(upcycle(known, Keep([1], window=4), sink="constant")[0], tmp_path / "delta", known)
     folder = changed(hostile, teacher, tmp_path)
     with pytest.raises(ValueError, match=hostile.message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=folder)
@@ -98,7 +99,7 @@ def test_a_folder_of_the_hubs_cache_has_templates(teacher, tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "short.jinja").write_text("short")
     snapshot = in_cache(folder, tmp_path / "hub", "someone/a-model")
-    assert load_teacher(snapshot)[1].chat_template["short"] == "short"
+    assert load_teacher(snapshot).tokenizer.chat_template["short"] == "short"
 
 
 def test_configurations_of_real_models_are_no_obstacle(tmp_path, teacher):
@@ -114,5 +115,5 @@ def test_configurations_of_real_models_are_no_obstacle(tmp_path, teacher):
     del config["rope_parameters"]
     (folder / "config.json").write_text(json.dumps(config | older))
     assert AutoConfig.from_pretrained(folder).rope_parameters["rope_theta"] == 10000.0
-    assert load_teacher(folder)[0].config.rope_parameters["rope_theta"] == 10000.0
-    assert re.search("bfloat16", str(load_teacher(folder)[0].dtype))
+    assert load_teacher(folder).config.rope_parameters["rope_theta"] == 10000.0
+    assert re.search("bfloat16", str(load_teacher(folder).model.dtype))

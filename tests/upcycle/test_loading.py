@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 from gguf import GGUFReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_hybrid_ssm.hub import downloads
-from hf_hybrid_ssm.upcycle import load_teacher, load_teacher_model, loading, upcycle
+from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, loading, upcycle
 from tests.damaged_weights import DAMAGES, damage
 from tests.upcycle.teacher_files import TEXT, in_cache, save_teacher, teacher_and_tokenizer, write_gguf
 
@@ -36,12 +36,14 @@ def test_a_folder_and_a_gguf_file_are_the_same_teacher(folder, gguf):
         (folder, 0),
         (str(gguf), 0.05 if is_quantized else 0),
     ):  # half a step: blocks span less than 1.5
-        model, found = load_teacher(source)
+        known = load_teacher(source)
+        model, found = known.model, known.tokenizer
+        assert known.source == str(source) and known.is_as_saved
         assert model.dtype == torch.float32 and not model.training
         assert found(TEXT)["input_ids"] == ids[0].tolist()
         assert found.apply_chat_template(MESSAGES, tokenize=False) == "<user>one"
         torch.testing.assert_close(model.state_dict(), wanted.state_dict(), atol=step, rtol=0)
-        student, _ = upcycle(model, keep=1.0)
+        student, _ = upcycle(known, Keep(1.0))
         torch.testing.assert_close(student(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
         assert "quantization_config" not in student.config.to_dict()
 
@@ -50,17 +52,20 @@ def test_a_gguf_teacher_that_transformers_loaded_is_no_less(gguf):
     """Its `quantization_config`, where transformers leaves one, speaks of the file and not of the weights."""
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name).eval()
     ids = torch.arange(20)[None]
-    torch.testing.assert_close(upcycle(teacher, keep=1.0)[0](ids).logits, teacher(ids).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        upcycle(Teacher(teacher), Keep(1.0))[0](ids).logits, teacher(ids).logits, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_dtypes(folder, gguf):
     """As saved by default; of a GGUF file float32, whatever its blocks hold."""
     narrow = folder.parent / "narrow"
-    load_teacher(folder, torch.bfloat16)[0].save_pretrained(narrow)
+    load_teacher(folder, torch.bfloat16).model.save_pretrained(narrow)
     shutil.copy(folder / "tokenizer.json", narrow)
-    assert load_teacher(narrow)[0].dtype == torch.bfloat16
-    assert load_teacher(narrow, torch.float32)[0].dtype == torch.float32
-    half, whole = load_teacher(gguf, torch.float16)[0], load_teacher(gguf)[0]
+    assert load_teacher(narrow).model.dtype == torch.bfloat16
+    wide = load_teacher(narrow, torch.float32)
+    assert wide.model.dtype == torch.float32 and not wide.is_as_saved
+    half, whole = load_teacher(gguf, torch.float16).model, load_teacher(gguf).model
     torch.testing.assert_close(half.state_dict(), whole.half().state_dict(), rtol=0, atol=0)
 
 
@@ -110,8 +115,15 @@ def refused(tmp_path, kind):
             weights.write_bytes(weights.read_bytes()[:-100])
             return tmp_path, ValueError, "not a complete safetensors file"
         case "a student":
-            upcycle(teacher_and_tokenizer()[0])[0].save_pretrained(tmp_path)
-            return tmp_path, ValueError, "model_type='longhorn' cannot be upcycled"
+            upcycle(Teacher(teacher_and_tokenizer()[0]), Keep([1], window=4))[0].save_pretrained(tmp_path)
+            return tmp_path, ValueError, "model_type='hybrid_student' .*Take another"
+        case "no rotary positions":
+            GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
+            return tmp_path, ValueError, "model_type='gpt2' cannot be a teacher: .*not rotary.*Take another"
+        case "several parts":
+            save_teacher(tmp_path)
+            (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+            return tmp_path, ValueError, "model_type='gemma3' cannot be a teacher: it is of several parts"
         case "no path":
             return None, TypeError, "teacher must be a path or a name on the Hub, not NoneType"
     raise AssertionError(kind)
@@ -120,7 +132,7 @@ def refused(tmp_path, kind):
 KINDS = (
     "no file", "no folder", "a folder that is not here", "another file", "a model file", "cut off",
     "cut off in its head", "another architecture", "scaled positions", "a folder of GGUF files", "an adapter",
-    "no tokenizer", "incomplete weights", "a student", "no path",
+    "no tokenizer", "incomplete weights", "a student", "no rotary positions", "several parts", "no path",
 )  # fmt: skip
 
 
@@ -138,10 +150,9 @@ def test_a_teacher_that_is_not_whole_is_refused_by_name(how, name, folder, tmp_p
     """Nothing of it is made up and nothing left out."""
     copy = shutil.copytree(folder, tmp_path / "copy")
     message = damage(copy, how, name)
-    for load in (load_teacher, load_teacher_model):
-        with pytest.raises(ValueError, match=re.escape(message)) as error:
-            load(copy)
-        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load_teacher(copy)
+    assert "\n" not in str(error.value)
 
 
 def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypatch):
@@ -153,8 +164,9 @@ def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypa
 
 def test_a_name_on_the_hub_is_the_folder_that_was_downloaded(folder, tmp_path, caplog):
     in_cache(folder, tmp_path, "someone/a-model")
-    model, tokenizer = load_teacher("someone/a-model", cache_dir=tmp_path)
-    wanted, own = load_teacher(folder)
+    found, other = load_teacher("someone/a-model", cache_dir=tmp_path), load_teacher(folder)
+    model, tokenizer, wanted, own = found.model, found.tokenizer, other.model, other.tokenizer
+    assert found.source == "someone/a-model"
     torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=0)
     assert tokenizer(TEXT) == own(TEXT) and tokenizer.chat_template == own.chat_template
     assert model.name_or_path == model.config.name_or_path == tokenizer.name_or_path == "someone/a-model"
@@ -172,7 +184,7 @@ def test_weights_are_asked_for_when_all_else_was_checked(folder, tmp_path, monke
     """Texts first; then the weights that the index names, of the same commit, and no other file."""
     asked = []
     sharded = tmp_path / "sharded"
-    load_teacher_model(folder).save_pretrained(sharded, max_shard_size="20KB")
+    load_teacher(folder).model.save_pretrained(sharded, max_shard_size="20KB")
     shutil.copy(folder / "tokenizer.json", sharded)
     for name in ("code.py", "pytorch_model.bin"):
         (sharded / name).write_text("never")
@@ -194,8 +206,8 @@ def test_weights_are_asked_for_when_all_else_was_checked(folder, tmp_path, monke
     assert asked == [texts, ("someone/a-model", weights, {"revision": snapshot.name})]
     asked.clear()
     config = (snapshot / "config.json").resolve()
-    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
-    with pytest.raises(ValueError, match="hidden_act='gelu'"):
+    config.write_text(config.read_text().replace('"rope_type": "default"', '"rope_type": "dynamic", "factor": 2.0'))
+    with pytest.raises(ValueError, match="rope_type='dynamic' turns keys by the length of the text"):
         load_teacher("someone/a-model", revision="main")
     assert asked == [texts]
 

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm.upcycle import load_teacher, recall_prompts, upcycle
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
 from hf_hybrid_ssm.upcycle.loading import open_teacher
+from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
 
 TEACHER, TEXTS = "HF_HYBRID_SSM_SMOLLM2", "HF_HYBRID_SSM_NOVELS"
 """Environment variables: the `.gguf` file, and files of JSON lines whose "text" are novels, joined as in PATH."""
@@ -54,26 +55,25 @@ def losses(model, rows: torch.Tensor) -> dict[tuple[int, int], float]:
 @given
 def test_windows_with_sinks_lose_little_of_a_real_teacher():
     """Before any training; without sinks more than half a nat is lost beyond the window."""
-    teacher, tokenizer = load_teacher(os.environ[TEACHER])
-    rows = rows_of(tokenizer, os.environ[TEXTS])
-    wanted = losses(teacher, rows)
-    fields = {"keep": [], "others_as": "sliding_attention", "sliding_window": WINDOW}
-    student, _ = upcycle(teacher, tokenizer=tokenizer, **fields)
+    teacher = load_teacher(os.environ[TEACHER])
+    rows = rows_of(teacher.tokenizer, os.environ[TEXTS])
+    wanted = losses(teacher.model, rows)
+    student, report = upcycle(teacher, Keep([], window=WINDOW - 1))
+    assert report.sink.sink == "constant", report
     lost = {place: loss - wanted[place] for place, loss in losses(student, rows).items()}
     assert all(lost[place] <= most for place, most in AT_MOST.items()), lost
-    student, _ = upcycle(teacher, tokenizer=tokenizer, **fields, attention_sink=None)
+    student, _ = upcycle(teacher, Keep([], window=WINDOW - 1), sink=None)
     assert all(loss - wanted[place] > 0.5 for place, loss in losses(student, rows).items() if place[0]), lost
 
 
 @given
 def test_trained_sinks_lose_less():
     """The committed student, whose sinks alone were trained, on novels that it has not read."""
-    teacher, tokenizer = load_teacher(os.environ[TEACHER])
-    rows = rows_of(tokenizer, os.environ[TEXTS])
-    fields = {"keep": [], "others_as": "sliding_attention", "sliding_window": WINDOW}
-    untrained, _ = upcycle(teacher, tokenizer=tokenizer, **fields)
+    teacher = load_teacher(os.environ[TEACHER])
+    rows = rows_of(teacher.tokenizer, os.environ[TEXTS])
+    untrained, _ = upcycle(teacher, Keep([], window=WINDOW - 1))
     trained = AutoModelForCausalLM.from_pretrained(DELTA, teacher=os.environ[TEACHER])
-    wanted, before, after = (losses(model, rows) for model in (teacher, untrained, trained))
+    wanted, before, after = (losses(model, rows) for model in (teacher.model, untrained, trained))
     assert after[0, WINDOW] == pytest.approx(wanted[0, WINDOW], abs=1e-4)
     for place in ((512, 1024), (1024, 2048)):
         assert wanted[place] < after[place] < before[place], (wanted, before, after)
@@ -97,8 +97,8 @@ def test_texts_are_the_tokens_of_llama_cpp():
 @torch.no_grad()
 def test_nine_groups_recall_what_windows_do_not():
     """Facts at up to eight windows' distance, of prompts that the ranking has not seen."""
-    teacher, tokenizer = load_teacher(os.environ[TEACHER])
-    prompts = recall_prompts(tokenizer, teacher.config.vocab_size, 256, count=6, seed=3)
+    teacher = load_teacher(os.environ[TEACHER])
+    prompts = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, 256, count=6, seed=3)
 
     def recalled(model) -> float:
         found = []
@@ -107,7 +107,6 @@ def test_nine_groups_recall_what_windows_do_not():
             found.append(logits.argmax(-1) == prompt.input_ids[0, prompt.positions])
         return float(torch.cat(found).double().mean())
 
-    window = {"tokenizer": tokenizer, "sliding_window": 257}
-    groups = recalled(upcycle(teacher, keep=GROUPS, **window)[0])
-    windows = recalled(upcycle(teacher, keep=[], others_as="sliding_attention", **window)[0])
+    groups = recalled(upcycle(teacher, Keep(GROUPS))[0])
+    windows = recalled(upcycle(teacher, Keep([]))[0])
     assert groups > 0.8 and windows < 0.4, (groups, windows)

@@ -77,31 +77,6 @@ class BlockRecurrentTest(OtherLayers, BstTest):
     }
 
 
-class BstLikeLlamaTest(OtherLayers, BstTest):
-    """With the attention and feed-forward layers that upcycled models have."""
-
-    all_model_classes = WITHOUT_CLASSIFIERS
-    tester_config = BstTest.tester_config | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
-        "num_key_value_heads": 2,
-        "attention_bias": True,
-        "qk_norm": False,
-        "use_qk_norm": True,
-        "attend_self": True,
-        "zero_kv_sink": False,
-        "gated_mlp": True,
-        "hidden_act": "silu",
-    }
-
-    test_model_rope_scaling_from_config_0_linear = CausalFamilyTests.test_model_rope_scaling_from_config_0_linear
-    test_model_rope_scaling_from_config_2_yarn = CausalFamilyTests.test_model_rope_scaling_from_config_2_yarn
-    test_model_rope_with_partial_rotation = CausalFamilyTests.test_model_rope_with_partial_rotation
-
-    @unittest.skip("positions that follow from a text's length are refused")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
-
 class BstRetrievalTest(OtherLayers, BstTest):
     all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}

@@ -13,7 +13,7 @@ TASKS = {
     "start here": {
         "doctor": "show what is installed, which kernels run here, and why others do not",
         "demo": "train, evaluate, save, reload and score a small model on this machine",
-        "upcycle": "turn a pretrained transformer into a hybrid, and measure it",
+        "upcycle": "give a pretrained transformer a cache that stops growing, and measure it",
     },
     "use a model": {
         "generate": "continue a text, or answer it, with a checkpoint",

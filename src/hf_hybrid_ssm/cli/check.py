@@ -65,10 +65,10 @@ def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, in
 
 def _check_teacher(folder: str, teacher: str) -> int:
     """How many tensors of a delta are its teacher's, which is read and compared."""
-    from hf_hybrid_ssm.hub.delta_files import is_delta, read_delta
+    from hf_hybrid_ssm.hub.delta_files import is_delta
+    from hf_hybrid_ssm.hub.verify_tensors import own_tensors
     from hf_hybrid_ssm.upcycle.delta import weights_of
 
     if not is_delta(folder):
         raise ValueError(f"--teacher {teacher} is for a delta, and {folder!r} is none: leave it out.")
-    weights_of(folder, teacher)
-    return len(read_delta(Path(folder)).carried)
+    return len(weights_of(folder, teacher).keys() - own_tensors(Path(folder)).keys())

@@ -55,8 +55,6 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     from transformers import logging
 
     from hf_hybrid_ssm.cli.loading import defect_of_device
-    from hf_hybrid_ssm.hub.configurations import without_memory
-    from hf_hybrid_ssm.students import HybridStudentForCausalLM
     from hf_hybrid_ssm.upcycle import Keep
     from hf_hybrid_ssm.upcycle.loading import open_teacher
     from hf_hybrid_ssm.upcycle.student import config_of
@@ -66,8 +64,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     logging.disable_progress_bar()
     files = open_teacher(args.teacher)
     keep = Keep(args.keep, args.keep_by, args.window)
-    planned = config_of(files.config, keep, memory=args.memory)  # refuses what no student can have,
-    without_memory(lambda: HybridStudentForCausalLM(planned))  # and its model what cannot be built
+    config_of(files.config, keep, memory=args.memory)  # refuses what no student can have
     if args.window >= (most := files.config.max_position_embeddings):
         raise ValueError(
             f"--window {args.window}: {args.teacher} reads at most {most:,} tokens, and such a window leaves none of "
@@ -139,7 +136,7 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
         return student
     args.out.mkdir(parents=True, exist_ok=True)
     remove_weights(args.out)
-    student.save_pretrained(args.out)
+    student.save_pretrained(args.out, export_code=True)
     teacher.tokenizer.save_pretrained(args.out)
     return student
 

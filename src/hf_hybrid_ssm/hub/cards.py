@@ -162,7 +162,7 @@ def _licences(license: str | None, base_model: str | None) -> str:
     if license is not None:
         weights = f"Licence of the weights: {escaped(license)}."
     elif base_model is not None:
-        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them; it is not told here."
+        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them."
     else:
         weights = "Licence of the weights: unknown."
     return f"Licence of code and card: Apache-2.0. {weights}"
@@ -323,9 +323,9 @@ def _teacher(name: str, delta: Delta) -> str:
     place = "on the Hub" if delta.is_on_hub else "a folder or file"
     command = f"hf-hybrid-ssm export {shlex.quote(name)} --full OUT --teacher TEACHER"
     return (
-        f"This is a delta: it holds what the student has beyond its teacher, {code_span(delta.teacher)} ({place}), of "
-        f"which {len(delta.carried)} tensors carry over. It loads where that teacher is at hand, whose weights have "
-        f"the fingerprint {code_span(delta.fingerprint)}. {code_span(command)} writes the whole model."
+        f"This is a delta: it holds what the student has beyond its teacher, {code_span(delta.teacher)} ({place}). "
+        "All other tensors are the teacher's of the same name. It loads where that teacher is at hand, whose weights "
+        f"have the fingerprint {code_span(delta.fingerprint)}. {code_span(command)} writes the whole model."
     )
 
 

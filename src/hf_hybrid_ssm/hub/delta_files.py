@@ -1,7 +1,8 @@
 """The files of a delta: what a student has that its teacher has not, and which teacher that is.
 
-`delta.json` names the teacher and its fingerprint; `delta.safetensors` holds the tensors that the teacher does not have,
-and those that training changed. All others are the teacher's of the same name. Reading these files reads nothing else: where the teacher lies is for the user to say (`upcycle.delta`).
+`delta.json` names the teacher and its fingerprint; `delta.safetensors` holds the tensors that the teacher does not
+have, and those that training changed. All others are the teacher's of the same name. Reading these files reads nothing
+else: where the teacher lies is for the user to say (`upcycle.delta`).
 """
 
 import json

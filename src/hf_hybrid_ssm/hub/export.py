@@ -91,7 +91,7 @@ def write_code(folder: str | os.PathLike, model_type: str) -> None:
 def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
     """A ValueError if a model is not of that family, or the folder has Python files that were not exported."""
     family = _exportable(model_type)
-    if model is not None and type(model).__name__ not in family.names:
+    if model is not None and not {kind.__name__ for kind in type(model).__mro__} & set(family.names):
         raise ValueError(f"{type(model).__name__} is not a class of the family {family.model_type!r}.")
     ssm_type = getattr(getattr(model, "config", None), "ssm_type", None)
     if ssm_type is None and folder is not None and (Path(folder) / "config.json").is_file():
@@ -111,7 +111,7 @@ def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _exportable(model_type)
     modules = needed_modules(sorted({family.module_of[name] for name in family.names}))
-    own = _file_of_class(family, family.config)
+    own, own_level = _file_of_class(family, family.config), family.package.split(".")[1]
 
     def file_of(module: str) -> str:
         _, level, *rest = module.split(".")
@@ -119,8 +119,12 @@ def code_of(model_type: str) -> dict[str, str]:
             return "dispatch" if rest[0] == "core" else rest[0]
         if level == "layers":
             return "mixers" if rest[0] == "mixers" else "layers"
+        if level == "students":
+            return rest[0] if rest[0] in ("configuration", "modeling") else "student_parts"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
-            return own if rest[0].endswith(("configuration", "connections", "removed_fields")) else "model_parts"
+            return own if rest[0].endswith(("configuration", "connections")) else "model_parts"
+        if own_level == "students":  # theirs are the memories of the families
+            return "memories"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
         return rest[-1] if is_listed else f"layers_{rest[0]}"
 

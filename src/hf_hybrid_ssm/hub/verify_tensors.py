@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
@@ -23,9 +21,9 @@ from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, r
 from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
 from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
 from hf_hybrid_ssm.models.families import family_of
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
 
 SUMS = "SHA256SUMS"
+STUDENT = "hybrid_student"
 GENERATION = "generation_config.json"
 COUNTS, MOST_ROWS = ("num_beams", "num_beam_groups", "num_return_sequences"), 1024
 FLOATING = ("BF16", "F16", "F32", "F64")
@@ -148,24 +146,24 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     """The weights are those of the class in `config.json`, in name and shape; of a delta, with what carries over.
 
     Returns:
-        The shapes of that class's tensors, by name.
+        The shapes of that class's tensors, by name, but for tied ones.
 
     Raises:
         ValueError: names the file and a tensor.
     """
     architecture = next(iter(config.architectures or []), "")
-    classes = _classes_of(config)
-    if architecture not in classes:
+    family = family_of(config.model_type)
+    if architecture not in family.heads.values():
+        known = ", ".join(dict.fromkeys(family.heads.values()))
         raise ValueError(
-            f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has "
-            f"{', '.join(classes)}."
+            f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
         )
-    model = without_memory(lambda: classes[architecture]()(config))
+    model = without_memory(lambda: family.load(architecture)(config))
     expected = model.state_dict()
     places = tensors_of(folder)
     saved = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
     file_of = {name: folder / file for file, tensors in places.items() for name in tensors}
-    carried = set(_teachers(config)) if is_delta(folder) else set()
+    carried = _of_teacher(config) if is_delta(folder) else set()
     if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried):
         raise ValueError(f"{folder}: no weight file holds {few(missing)}, which {architecture} needs.")
     if foreign := sorted(name for name in saved.keys() - expected.keys() if not _is_ignored(model, name)):
@@ -177,31 +175,16 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
                 f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."
             )
         check_dtype(file_of[name], name, dtype, wanted.dtype, architecture)
-    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    return {name: tuple(tensor.shape) for name, tensor in expected.items() if name not in _tied(model)}
 
 
-def _classes_of(config: Any) -> dict[str, Callable[[], Any]]:
-    """The classes of models of a configuration, by name."""
-    if not isinstance(config, HybridStudentConfig):
-        family = family_of(config.model_type)
-        return {name: partial(family.load, name) for name in family.heads.values()}
-    from hf_hybrid_ssm.students.modeling import student_class
+def _of_teacher(config: Any) -> set[str]:
+    """The names of the tensors of a student's teacher."""
     from hf_hybrid_ssm.students.teacher import class_of
 
-    names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)
-    classes = [student_class(class_of(config.teacher_type, each)) for each in names]
-    return {each.__name__: partial(_itself, each) for each in classes}
-
-
-def _itself(x: Any) -> Any:
-    return x
-
-
-def _teachers(config: HybridStudentConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a student's teacher."""
-    from hf_hybrid_ssm.students.teacher import class_of
-
-    return without_memory(lambda: class_of(config.teacher_type)(config.teacher_config())).state_dict()
+    if config.model_type != STUDENT:
+        raise ValueError(f"a delta is of a student, and config.json is of a {config.model_type!r}.")
+    return set(without_memory(lambda: class_of(config.teacher_type)(config.teacher_config())).state_dict())
 
 
 def _tied(model: PreTrainedModel) -> set[str]:

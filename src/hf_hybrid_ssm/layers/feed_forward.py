@@ -31,16 +31,13 @@ class FeedForward(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(activation(gate(x)) · up(x)), without biases."""
+    """down(silu(gate(x)) · up(x)), without biases."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu
-    ):
+    def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -31,7 +31,6 @@ from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
-from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
@@ -41,7 +40,7 @@ NARROW = (torch.bfloat16, torch.float16)
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 OF_HEADS = ("architectures", "dtype", "id2label", "label2id", "num_labels", "problem_type", "_name_or_path")
 
-# here, since folders with code import nothing of the package
+# here, so that exported code, which does not import the package, does not warn
 warn_of_untested_transformers(transformers.__version__)
 
 
@@ -67,12 +66,11 @@ class HybridPreTrainedModel(PreTrainedModel):
 
         Raises:
             TypeError: it is not a configuration of that family.
-            ValueError: its fields, changed since it was made, do not fit each other, or one is no longer an option.
+            ValueError: its fields, changed since it was made, do not fit each other.
         """
         wanted = type(self).config_class
         if wanted.model_type not in {getattr(kind, "model_type", None) for kind in type(config).__mro__}:
             raise TypeError(f"{type(self).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")
-        without_removed_fields(config.model_type, vars(config))
         config.validate_layer_type()
         config.validate_architecture()
 

@@ -49,10 +49,14 @@ class RecurrentMixin:
         self,
         *inputs: torch.Tensor,
         rows: PackedRows | None = None,
-        cache: Cache | None = None,
+        cache: Cache | States | None = None,
         **options: Any,
-    ) -> torch.Tensor:
-        """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+    ) -> Any:
+        """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states; of states
+        in the place of a cache, itself."""
+        if isinstance(cache, dict):
+            assert rows is not None
+            return self.forward_rows(*inputs, past=cache, rows=rows, **options)
         rows = packed_rows(length=inputs[0].shape[1]) if rows is None else rows
         layer = None if cache is None else state_layer(cache, self.layer_idx)
         if rows.return_final_state != (layer is not None):  # a layer that is called alone

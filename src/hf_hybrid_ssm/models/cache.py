@@ -16,9 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import (
-    MIXED_ATTENTION_LAYER_TYPE,
     STATE_AND_KEYS_LAYER_TYPE,
-    STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
 )
@@ -27,13 +25,7 @@ from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
 
-STATE_LAYER_TYPES = (
-    STATE_LAYER_TYPE,
-    WINDOW_LAYER_TYPE,
-    STATE_AND_WINDOW_LAYER_TYPE,
-    MIXED_ATTENTION_LAYER_TYPE,
-    STATE_AND_KEYS_LAYER_TYPE,
-)
+STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE)
 
 Recompute = Callable[[PackedRows], States]
 
@@ -144,7 +136,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         return inference or not any(state.is_inference() for state in self.states.values())
 
     def hold_pages(self, states: States, pages: torch.Tensor) -> None:
-        """Stand for B texts among those of a server, for one token more of each, which overwrites their states.
+        """Bind the layer to B pages of a server's state pool for one decoding step, which updates them in place.
 
         Args:
             states: name → memory of P pages (P, ...).
@@ -158,7 +150,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.device = pages.device
 
     def hold_served(self, states: States, keys: ServedKeys, pages: torch.Tensor) -> None:
-        """Stand for B texts among those of a server, which keeps the keys of this layer's full attention.
+        """Bind the layer to B pages, with the keys of its full attention in the server's KV cache.
 
         Args:
             states: the layer's other states, name → tensor (B, ...), which a step may overwrite.
@@ -277,19 +269,6 @@ class WindowLayer(RecurrentStateLayer):
     _layer_type = WINDOW_LAYER_TYPE
 
 
-class StateAndWindowLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `STATE_AND_WINDOW_LAYER_TYPE`."""
-
-    _layer_type = STATE_AND_WINDOW_LAYER_TYPE
-
-
-class MixedAttentionLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `MIXED_ATTENTION_LAYER_TYPE`."""
-
-    _layer_type = MIXED_ATTENTION_LAYER_TYPE
-    keeps_all_tokens = True
-
-
 class StateAndKeysLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` for layers of the type `STATE_AND_KEYS_LAYER_TYPE`."""
 
@@ -370,9 +349,7 @@ class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
 
 
 STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
-STATIC_LAYER_TYPE_MAPPING.update(
-    dict.fromkeys((MIXED_ATTENTION_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE), StaticStateAndKeysLayer)
-)
+STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
 
 
 def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
@@ -483,6 +460,17 @@ def capacity_of(cache: Cache | None) -> int | None:
     return None
 
 
+FITTERS: dict[str, Callable[[Any, Any], None]] = {}
+"""Model type → what `fit_cache` does for it."""
+
+
+def fit_cache(cache: Cache, config: PreTrainedConfig) -> None:
+    """Give an empty cache that was made by a configuration the layers that its model keeps: transformers makes that of
+    a student as its teacher's."""
+    if config.model_type in FITTERS:
+        FITTERS[config.model_type](cache, config)
+
+
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int, length: int = 0) -> Cache:
     """The cache of a forward of `length` tokens: a new one, or the given one if it fits the model and the batch.
 
@@ -505,8 +493,7 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     if not cache.layers and isinstance(cache, DynamicCache):
         cache.layers = DynamicCache(config=config).layers
         cache.layer_class_to_replicate = None
-    if hasattr(config, "fit_cache"):  # a student's, some of whose layers keep what their teacher's keep
-        config.fit_cache(cache)
+    fit_cache(cache, config)
     layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:

@@ -1,4 +1,4 @@
-"""What older versions of transformers lack, down to 5.16."""
+"""What transformers lacks: older versions, down to 5.16, or fake tensors."""
 
 from typing import Any
 
@@ -49,3 +49,9 @@ class PackedGeneration:
                 "position_ids that restart: install transformers>=5.18."
             )
         return None
+
+
+def let_experts_be_fake(model: transformers.PreTrainedModel) -> None:
+    """Let a model run on fake tensors: transformers' usual product of experts takes bfloat16 alone there."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")

@@ -15,20 +15,16 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_hybrid_ssm.models.connections import CONNECTIONS
-from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
-# Cache layers with named states: of a recurrence, of window attention, of both side by side, of attention whose heads
-# reach differently, of a layer that keeps the keys of all tokens too; a family with several kinds must tell them
-# apart. Here rather than beside the cache, since configurations do without torch.
+# Cache layers with named states: of a recurrence, of window attention, of a layer that keeps the keys of all tokens
+# too; a family with several kinds must tell them apart. Here rather than beside the cache, since configurations do
+# without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
-STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
-MIXED_ATTENTION_LAYER_TYPE = "hybrid_ssm_mixed_attention"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 
 GPT2_END_OF_TEXT = 50256
-ATTENTION_SINKS = ("constant", "scalar")
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
 turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     Derived = Annotated[T, "derived"]
 else:
     Derived = T | None
-"""A field that follows others until it is set: None may be given for it, but is never read."""
+"""A field that is computed from other fields unless it is set; None stands for the default, and is never read."""
 DERIVED: Any = None
 
 
@@ -89,7 +85,32 @@ def _equal(one: Any, other: Any) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in one.__dataclass_fields__)
 
 
-class HybridConfigMixin:
+class SavedWithCode:
+    """A configuration that takes along the code of its models; placed before `PreTrainedConfig`."""
+
+    model_type: ClassVar[str]
+    push_to_hub: Callable[..., Any]
+
+    @property
+    def code_exporter(self) -> ModuleType | None:
+        """Who writes the code of this configuration's family beside it; None if nobody does."""
+        exporter_of = CONNECTIONS.code_exporter
+        return None if exporter_of is None else exporter_of(type(self))
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
+        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
+        if exporter is None:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
+            return
+        self.auto_map = exporter.auto_map_of(self.model_type)
+        super().save_pretrained(save_directory)  # type: ignore[misc]
+        exporter.write_code(save_directory, self.model_type)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+class HybridConfigMixin(SavedWithCode):
     """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
 
     A derived field follows the fields it is computed from until someone sets it; setting it to its default (`None`)
@@ -104,8 +125,6 @@ class HybridConfigMixin:
         "layers": (["hidden_states"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    model_type: ClassVar[str]
-    push_to_hub: Callable[..., Any]
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -117,7 +136,6 @@ class HybridConfigMixin:
 
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
-        kwargs = without_removed_fields(self.model_type, kwargs, is_saved)
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         self._following = frozenset(name for name in self.derived if getattr(self, name, None) == fields[name].default)
         if is_saved:
@@ -191,27 +209,9 @@ class HybridConfigMixin:
         output.pop("_following", None)
         return output
 
-    @property
-    def code_exporter(self) -> ModuleType | None:
-        """Who writes the code of this configuration's family beside it; None if nobody does."""
-        exporter_of = CONNECTIONS.code_exporter
-        return None if exporter_of is None else exporter_of(type(self))
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
-        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
-        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
-        if exporter is None:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
-            return
-        self.auto_map = exporter.auto_map_of(self.model_type)
-        super().save_pretrained(save_directory)  # type: ignore[misc]
-        exporter.write_code(save_directory, self.model_type)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
-
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, which gives what is saved here, and apart from it what the caller chose.
+        """As in transformers: the configuration, and the unused keyword arguments if asked.
 
         Raises:
             ValueError: what is saved may not be (see `check_saved_configuration`).
@@ -332,12 +332,6 @@ class HybridConfigMixin:
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-
-    def check_attention_sink(self) -> None:
-        """`attention_sink` must be a kind of sink, or None."""
-        if self.attention_sink not in (None, *ATTENTION_SINKS):  # type: ignore[attr-defined]
-            kinds = ", ".join(map(repr, ATTENTION_SINKS))
-            raise ValueError(f"attention_sink={self.attention_sink!r} must be one of {kinds}, or None.")  # type: ignore[attr-defined]
 
     def check_block_types(self, choices: tuple[str, ...]) -> None:
         """`block_types` must name one of `choices` for each layer."""

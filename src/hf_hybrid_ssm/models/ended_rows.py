@@ -1,4 +1,4 @@
-"""Rows that end before the others of their batch: `generate` goes on with them by padding, which they do not read.
+"""Mask the padding that `generate` appends to finished rows, so that their states do not change.
 
 Keys and values of padding can be hidden later by a mask; what a state has read stays in it. So where the cache
 outlives `generate` (it was given, or is returned), the attention mask says 0 for the tokens of ended rows. While no

@@ -1,13 +1,8 @@
-"""What a saved configuration may say. It comes with a folder or from the Hub, and whoever loads it need not know who
-wrote it: it names no code to be fetched, takes no part of its class away, and asks for no more layers, labels or
-entries of a list than can be built.
-"""
+"""Checks of a config.json that may be untrusted: no remote code, no overridden methods, bounded sizes."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 
 # What transformers has inside. Others ("flash_attention_2", a repository of kernels) are code that it may fetch: they
 # are for whoever loads the model to choose.
@@ -25,7 +20,7 @@ def check_saved_configuration(saved: Mapping[str, Any], config_class: type) -> N
     """A ValueError that names the first field that a saved configuration of this class may not have, or not so."""
     check_sizes(saved)
     fields = {field.name for field in dataclasses.fields(config_class)} | {"model_type"}
-    for name, value in without_removed_fields(getattr(config_class, "model_type", ""), saved, is_saved=True).items():
+    for name, value in saved.items():
         _check_implementations(name, value)
         known = getattr(config_class, name, None)
         if known is not None and name not in fields and not isinstance(known, property):

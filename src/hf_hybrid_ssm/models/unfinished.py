@@ -1,5 +1,4 @@
-"""A cache whose forward did not end: an error or an interrupt in the midst of the layers leaves them at different
-tokens, and going on with it would answer for a text that nobody wrote.
+"""A cache that an error or an interrupt left half updated, its layers at different tokens, must not be reused.
 
 A forward marks its cache before the first layer and takes the mark away after the last: two attributes of Python, and
 no operation. Only a cache that bears the mark is looked at, by the next call.

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.compat import let_experts_be_fake
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind
@@ -155,7 +156,7 @@ def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kern
 
     A fused kernel may keep more than plain torch does: LMU-ISA's also keeps the tokens since its memory.
     """
-    model = meta_model(config, dtype)
+    model = meta_model(copy.deepcopy(config), dtype)
     with _fake_tensors(kernels):
         return _decoded_bytes(_on_cpu(model), length)
 
@@ -164,8 +165,7 @@ def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kern
 def _decoded_bytes(model: PreTrainedModel, length: int) -> int:
     """The same of a model, which is then in evaluation mode. A classifier runs too, and has no cache."""
     config = model.eval().config
-    if model._can_set_experts_implementation():  # the usual one takes bfloat16 alone on fake tensors
-        model.set_experts_implementation("batched_mm")
+    let_experts_be_fake(model)
     if is_classifier(config):
         model(**_inputs(config, 1, length))
         return 0

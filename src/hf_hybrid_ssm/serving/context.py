@@ -27,7 +27,6 @@ from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
 from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -232,12 +231,8 @@ def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
         raise ValueError(
             f"{path} was read by a model of the family {header['family']!r}, this one is {config.model_type!r}."
         )
-    try:
-        then = without_removed_fields(config.model_type, header["configuration"], is_saved=True)
-    except ValueError as error:
-        raise ValueError(f"{path} was read with {error}") from error
     now = _nameable(model)
-    _refuse_difference(path, then, now["configuration"])
+    _refuse_difference(path, header["configuration"], now["configuration"])
     _refuse_difference(path, header["computation"], now["computation"])
     if header["dtype"] != now["dtype"]:
         raise ValueError(f"{path} was read in {header['dtype']}, this model computes in {now['dtype']}.")

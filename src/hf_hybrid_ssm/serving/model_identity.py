@@ -30,6 +30,7 @@ WITHOUT_EFFECT = (
 OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 # whose hooks move and record tensors, or compute from parameters and buffers alone
 KNOWN_CODE = ("accelerate", "peft", "torch", "transformers")
+OF_STUDENTS = "hf_hybrid_ssm.students.memory"  # whose hooks bring a memory what it reads, as the configuration says
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, torch.dtype)
 
 Attributes = dict[str, tuple[type, dict[str, str]]]
@@ -103,7 +104,9 @@ def unknown_code(model: Any) -> str | None:
 
 
 def _others(hooks: dict[int, Any]) -> bool:
-    return any(_origin(hook) not in KNOWN_CODE for hook in hooks.values())
+    return any(
+        _origin(hook) not in KNOWN_CODE and getattr(hook, "__module__", None) != OF_STUDENTS for hook in hooks.values()
+    )
 
 
 def _origin(code: Any) -> str:

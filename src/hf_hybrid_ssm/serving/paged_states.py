@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import state_layer
+from hf_hybrid_ssm.models.cache import prepare_cache, state_layer
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
 from hf_hybrid_ssm.ops.core.pages import Attend
@@ -114,10 +114,16 @@ def check_pageable(model: Any, layout: StateLayout, has_server: bool) -> None:
             f"layers {growing} of this {model_type!r} model keep the keys and values of all tokens (full or "
             "global attention): a page of fixed size cannot hold them."
         )
-    if biased := [attention.layer for attention in layout.attention if attention.has_bias]:
+    if foreign := sorted(set(growing) - {attention.layer for attention in layout.attention} if has_server else ()):
         raise ValueError(
-            f"layers {biased} of this {model_type!r} model add a learned bias by distance to full attention, which a "
-            "server's attention does not have: attention within a window or a chunk has it."
+            f"layers {foreign} of this {model_type!r} model keep states in cache layers of transformers "
+            "(convolutions, recurrences of a teacher), which pages do not hold: call generate."
+        )
+    for what in sorted({other for attention in layout.attention for other in attention.others}):
+        layers = [attention.layer for attention in layout.attention if what in attention.others]
+        raise ValueError(
+            f"layers {layers} of this {model_type!r} model {what} full attention, which a server's attention does not "
+            "have: attention within a window or a chunk has it."
         )
 
 
@@ -187,7 +193,7 @@ class PagedModel:
     @torch.no_grad()
     def forward_without_pages(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(T,) → (T, D) of one text: the memory and time that T tokens take, before there are pages."""
-        cache, pages = DynamicCache(config=self.model.config), torch.zeros_like(input_ids[:1], dtype=torch.int64)
+        cache, pages = prepare_cache(None, self.model.config, 1), torch.zeros_like(input_ids[:1], dtype=torch.int64)
         for index in self._attending:
             hold_served(cache, index, self._attend(index, Requests([len(input_ids)], [0], pages)), {}, pages)
         decoder, positions = self.model.get_decoder(), None
@@ -195,6 +201,16 @@ class PagedModel:
             positions = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(0)
         options = {"position_ids": positions, "use_cache": True, "continues_documents": True}
         return decoder(input_ids.unsqueeze(0), cache=cache, **options).last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(N, D) of `forward` → (N, V), by the model's own head and what its forward does around it."""
+        base = self.model.base_model
+        base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_states.unsqueeze(0))
+        try:
+            return self.model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            del base.forward
 
     def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
         """The requests in groups that are run together: single tokens that go on, then the others by length.
@@ -217,7 +233,8 @@ class PagedModel:
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
         """Rows (R, L) whose real tokens come first → (R, L, D)."""
-        decoder, cache, pages = self.model.get_decoder(), DynamicCache(config=self.model.config), requests.pages
+        decoder, pages = self.model.get_decoder(), requests.pages
+        cache = prepare_cache(None, self.model.config, len(pages))
         begins = positions[:, 0] == 0 if 0 in requests.seen else None
         in_place = self._take_pages if ids.shape[1] == 1 and begins is None else set()
         for index, views in self._views.items():

@@ -1,18 +1,27 @@
 """What a cache holds of one row: found by running the model on a few tokens, so that no family says it twice."""
 
+import copy
 import math
 import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
+from hf_hybrid_ssm.models.compat import let_experts_be_fake
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
 from hf_hybrid_ssm.ops.core.pages import Attend, ServedKeys
 from hf_hybrid_ssm.ops.local_attention import AttentionState
+
+NAMES = {
+    "bias": "add a learned bias by distance to",
+    "softcap": "cap the scores of",
+    "s_aux": "have sinks of their own in",
+}
+"""What full attention may have that a server's does not."""
 
 
 class StateSpec(NamedTuple):
@@ -30,15 +39,15 @@ class StateSpec(NamedTuple):
 
 
 class FullAttention(NamedTuple):
-    """What a server must know of a layer's attention to all tokens so far: the logits are scale · q·k, or more where
-    `has_bias`."""
+    """What a server must know of a layer's attention to all tokens so far: the logits are scale · q·k, but for what
+    `others` names."""
 
     layer: int
     num_heads: int
     num_key_value_heads: int
     head_dim: int
     scale: float
-    has_bias: bool
+    others: tuple[str, ...] = ()
 
 
 class StateLayout(NamedTuple):
@@ -70,7 +79,7 @@ def state_layout(model: Any) -> StateLayout:
         model: in evaluation mode; the states are those of its device and of the kernels that run there.
     """
     decoder = model.get_decoder()
-    cache, layouts = DynamicCache(config=decoder.config), []
+    cache, layouts = prepare_cache(None, decoder.config, 1), []
     for length in (2, 1):
         ids = torch.zeros(1, length, dtype=torch.int64, device=decoder.device)
         decoder(ids, cache=cache, use_cache=True)
@@ -97,14 +106,14 @@ def hold_served(cache: Cache, index: int, attend: Attend, states: States, pages:
 
 def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
     """What the `growing` layers ask a server for, by asking one that only takes notes."""
-    cache, layouts = DynamicCache(config=decoder.config), []
+    cache, layouts = prepare_cache(None, decoder.config, 1), []
 
     def notes(layer: int) -> Attend:
-        def attend(queries, keys, values, *, scale, bias=None):
-            layouts.append(
-                FullAttention(layer, queries.shape[1], keys.shape[1], keys.shape[3], scale, bias is not None)
-            )
-            return torch.zeros_like(queries).transpose(1, 2).flatten(2)
+        def attend(queries, keys, values, *, scale, **others):
+            found = [NAMES[name] for name, given in others.items() if given is not None]
+            found += ["have values of another size than keys in"] if values.shape != keys.shape else []
+            layouts.append(FullAttention(layer, queries.shape[1], keys.shape[1], keys.shape[3], scale, tuple(found)))
+            return queries.new_zeros(*queries.shape[:3], values.shape[3]).transpose(1, 2).flatten(2)
 
         return attend
 
@@ -125,10 +134,11 @@ def layout_without_running(model: Any) -> StateLayout:
     key = type(decoder), decoder.config.to_json_string(), decoder.dtype, forced_backend()
     if key not in _LAYOUTS:
         with torch.device("meta"):
-            twin = type(decoder)._from_config(decoder.config, dtype=decoder.dtype)
+            twin = type(decoder)._from_config(copy.deepcopy(decoder.config), dtype=decoder.dtype)
         # constants that modules made before are used as they are
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # kernel caches compare them
+            let_experts_be_fake(twin)
             _LAYOUTS[key] = state_layout(twin.to_empty(device="cpu").eval())
     return _LAYOUTS[key]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -156,7 +157,12 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(N, D) → (N, V)."""
-        return self.inner.lm_head(self.inner._pre_head(hidden_states.unsqueeze(0)))[0]
+        return self.paged.logits(hidden_states)
+
+    def _advice(self) -> str:
+        if not get_model_conversion_mapping(self.inner, add_legacy=False):
+            return ""
+        return "; transformers stores these layers under other names: save it with save_original_format=False"
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Take every tensor of a checkpoint, and all that the model has.
@@ -169,7 +175,9 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
             if name not in own:
                 if any(re.search(p, name) for p in self.inner._keys_to_ignore_on_load_unexpected or ()):
                     continue
-                raise ValueError(f"the checkpoint holds {name}, which {type(self.inner).__name__} does not have.")
+                raise ValueError(
+                    f"the checkpoint holds {name}, which {type(self.inner).__name__} does not have{self._advice()}."
+                )
             if tensor.shape != own[name].shape:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} in the checkpoint, and {type(self.inner).__name__} needs "

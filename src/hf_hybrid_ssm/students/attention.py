@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
@@ -30,7 +31,7 @@ from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.sinks import ConstantSink, first_tokens, last_of, products
 
 OF_WINDOW = "window_"
-"""Before the names of a window's states, in a layer that also keeps all keys and values of other groups."""
+"""Prefix of a window's states in layers that also keep a full KV cache of other groups."""
 ALL_BEFORE = Window.of((None, 0))
 
 
@@ -166,7 +167,7 @@ class WindowedAttention(RecurrentMixin):
             logits: (B, L, heads), q·k of a sink.
         """
         if isinstance(served := past.get("keys"), ServedKeys) and window.left is None:
-            return self._ask(served, query, key, value, scale=scale), {}
+            return self._ask(served, query, key, value, scale=scale, softcap=softcap, s_aux=s_aux), {}
         sink: dict[str, Any] = {}
         if s_aux is not None:
             sink["sink_logits"] = s_aux.float()[None, :, None].expand(query.shape[:3])
@@ -190,13 +191,13 @@ class WindowedAttention(RecurrentMixin):
         )
         return output, {} if state is None else _named(state, prefix)
 
-    def _ask(self, served: ServedKeys, *heads: torch.Tensor, scale: float) -> torch.Tensor:
+    def _ask(self, served: ServedKeys, *heads: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attention to all tokens by a server, of as many groups in every layer, since its pages have one size: zeros
         fill up."""
         missing, shared = self.most_groups - heads[1].shape[1], heads[0].shape[1] // heads[1].shape[1]
         counts = (missing * shared, missing, missing)
         wide = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x, more in zip(heads, counts))
-        by_head = served.attend(*wide, scale=scale).unflatten(2, (-1, heads[2].shape[3]))
+        by_head = served.attend(*wide, **options).unflatten(2, (-1, heads[2].shape[3]))
         return by_head[:, :, : heads[0].shape[1]].transpose(1, 2)
 
     def _with_first_token(
@@ -272,7 +273,7 @@ def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _state(past: States, prefix: str) -> AttentionState | None:
-    if not past:
+    if prefix + "keys" not in past:  # nor beside keys that a server has just begun to keep
         return None
     return AttentionState(*(past[prefix + name] for name in AttentionState._fields))
 
@@ -317,6 +318,9 @@ def implementation(own: str) -> str:
 def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
     """The mask of attention that is the teacher's own; None where no layer takes it: windows take none."""
     of_window = local_size is not None and getattr(config, "attention_chunk_size", None) is None
-    if of_window or all(layer.attention != "full" for layer in config.plan.layers):
+    if of_window or "full" not in config.plan.own_kinds:
         return None
+    padding = options.get("attention_mask")
+    if padding is not None and not can_read_values(padding):  # which is looked at to leave the mask out
+        options["allow_is_causal_skip"] = False
     return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, config=config, local_size=local_size, **options)

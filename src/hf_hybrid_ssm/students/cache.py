@@ -31,8 +31,8 @@ class StaticWindowedLayer(StaticRecurrentStateLayer):
     offload = prefetch = WindowedLayer.offload
 
 
-def fit_cache(cache: Any, config: Any) -> None:
-    """As of `HybridStudentConfig`."""
+def fit_student_cache(cache: Any, config: Any) -> None:
+    """Replace the empty layers of a cache that was made for the teacher where a student keeps other things."""
     if isinstance(cache, DynamicCache) and not cache.layers:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
     layers = getattr(cache, "layers", [])

@@ -6,13 +6,13 @@ import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE, SavedWithCode
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 KINDS = ("full", "window", "none")
@@ -83,6 +83,24 @@ class Student:
         layers = tuple(_layer(index, layer) for index, layer in enumerate(saved.get("layers", ())))
         return cls(**{**saved, "layers": layers})
 
+    @cached_property
+    def own_kinds(self) -> frozenset[str]:
+        """The attention of the layers that are the teacher's."""
+        return frozenset(layer.attention for layer in self.layers if layer.is_own)
+
+    @cached_property
+    def has_windows(self) -> bool:
+        return any(layer.is_windowed for layer in self.layers)
+
+    @cached_property
+    def has_sinks(self) -> bool:
+        return any(layer.sink is not None for layer in self.layers)
+
+    @cached_property
+    def cache_layer_types(self) -> list[str]:
+        """As of `HybridStudentConfig`."""
+        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.layers]
+
     def most_full_groups(self, groups: int) -> int:
         """The key/value groups, of so many, that see all tokens in the layer that has most of them."""
         return max((groups if layer.attention == "full" else len(layer.groups) for layer in self.layers), default=0)
@@ -115,7 +133,7 @@ def _check_names(where: str, saved: Mapping[str, Any], kind: type) -> None:
 
 
 @strict
-class HybridStudentConfig(PreTrainedConfig):
+class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
     """
     Configuration of a student: of the class of its teacher's configuration, with every field of that, and two more.
 
@@ -154,13 +172,7 @@ class HybridStudentConfig(PreTrainedConfig):
     @property
     def cache_layer_types(self) -> list[str]:
         """What `prepare_cache` expects: this package's layers, or the teacher's."""
-        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.plan.layers]
-
-    def fit_cache(self, cache: Any) -> None:
-        """Replace the empty layers of a cache that was made for the teacher where this student keeps other things."""
-        from hf_hybrid_ssm.students.cache import fit_cache  # needs torch, which a configuration does not
-
-        fit_cache(cache, self)
+        return self.plan.cache_layer_types[: self.num_hidden_layers]  # fewer while generation exits early
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""

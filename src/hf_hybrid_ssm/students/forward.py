@@ -106,7 +106,8 @@ class Forward:
         query = self.scaled(query, value.dtype)
         if self.cache is not None and (served := served_keys(self.cache, module.layer_idx)) is not None:
             scale = options.get("scaling") or query.shape[-1] ** -0.5
-            return served.attend(query, key, value, scale=scale).unflatten(2, (query.shape[1], -1)), None
+            more = {name: options.get(name) for name in ("softcap", "s_aux")}
+            return served.attend(query, key, value, scale=scale, **more).unflatten(2, (query.shape[1], -1)), None
         mask = self.within_documents(mask, query, key)
         return own_attention(module)(module, query, key, value, mask, **options)
 

@@ -135,17 +135,15 @@ def init_memories(student: Any, teacher: Any) -> None:
     """
     base, own = student.base_model, attention_layers(teacher.config)
     attention = {index: teacher.base_model.get_submodule(layer.name) for index, layer in own.items()}
-    memories = {index: getattr(base.get_submodule(own[index].name), "memory", None) for index in own}
-    memories = {index: memory for index, memory in memories.items() if memory is not None}
+    modules = {index: base.get_submodule(layer.name) for index, layer in own.items()}
+    memories: dict[int, Any] = {index: each.memory for index, each in modules.items() if hasattr(each, "memory")}
     for index in memories:
         if missing := [name for name in sorted(HEADS) if not hasattr(attention[index], name)]:
             raise ValueError(
                 f'init="projections": {own[index].name} of the teacher has no {missing[0]}; give init="random".'
             )
     beside = {
-        index: attention[index]
-        for index, memory in memories.items()
-        if isinstance(memory, HeadMixer | ContextMemory)
+        index: attention[index] for index, memory in memories.items() if isinstance(memory, HeadMixer | ContextMemory)
     }
     gains = input_gains(teacher, beside) if beside else {}
     for index, memory in memories.items():
@@ -183,8 +181,9 @@ def init_sinks(student: Any, input_ids: torch.Tensor) -> None:
         if place is not None:  # some kinds of rotary positions scale keys as well: once, when the sink is read
             cos, sin = base.angles_at(torch.zeros_like(input_ids[:1]), place[0])
             key = module.sink.turn(key, (1 / cos, sin))
-        module.sink.key.copy_(key.float().mean(0)[groups, 0])
-        module.sink.value.copy_(value.float().mean(0)[groups, 0])
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        module.sink.key.copy_(key.to(dtype).mean(0)[groups, 0])
+        module.sink.value.copy_(value.to(dtype).mean(0)[groups, 0])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def init_from_heads(mixer: HeadMixer, attention: Any, input_gain: torch.Tensor, 
         window: the tokens that the attention sees.
 
     Raises:
-        ValueError: the mixer has other heads than the attention, too few channels for their values, or no biases.
+        ValueError: the mixer has heads of another size than the attention, too few channels for their values, or no
+            biases.
     """
     size = attention.head_dim
     heads, groups = attention.q_proj.out_features // size, attention.k_proj.out_features // size
@@ -58,12 +59,8 @@ def init_from_heads(mixer: HeadMixer, attention: Any, input_gain: torch.Tensor, 
 
 
 def _check(mixer: HeadMixer, heads: int, size: int) -> None:
-    wanted = {"num_heads": heads, "state_size": size}
-    if other := [name for name, value in wanted.items() if getattr(mixer, name) != value]:
-        raise ValueError(
-            f"{', '.join(f'{name}={getattr(mixer, name)}' for name in other)} of the mixer, but the attention's heads "
-            f"need {', '.join(f'{name}={wanted[name]}' for name in other)}."
-        )
+    if mixer.state_size != size:
+        raise ValueError(f"state_size={mixer.state_size} of the mixer, but the attention's heads need {size}.")
     if mixer.in_proj.bias is None:
         raise ValueError("use_bias=False: a mixer that starts from attention needs the biases of its projections.")
     if 2 * heads * size > len(mixer.D):

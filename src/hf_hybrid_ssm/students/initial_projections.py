@@ -68,14 +68,10 @@ def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
         attention: of queries, keys, values and output, each projected by itself.
 
     Raises:
-        ValueError: the mixer has several heads, no bias, or too few channels for the values.
+        ValueError: the mixer has no bias, or too few channels for the values.
     """
-    if mixer.num_heads > 1:
-        raise ValueError(
-            f"num_heads={mixer.num_heads}: a mixer in the place of attention starts from one pair of keys and queries, "
-            "projected from its channels. Give num_heads=1; one beside a window has the attention's heads."
-        )
-    channels, rank, states = len(mixer.D), mixer.projection_sizes[0], mixer.state_size
+    channels, rank = len(mixer.D), mixer.dt_proj.in_features
+    states = (mixer.x_proj.out_features - rank) // 2
     values = attention.v_proj.weight.double()  # (KV heads x e, M)
     count = len(values)
     if mixer.in_proj.bias is None or mixer.out_proj.bias is None:

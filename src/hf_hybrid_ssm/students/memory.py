@@ -38,10 +38,16 @@ class HeadMixer(LonghornMixer):
 
     def __init__(self, config: LonghornConfig, layer_idx: int, attention: Any, layer: AttentionLayer, rotate: Any):
         super().__init__(config, layer_idx)
-        size, rank, bias = self.num_heads * self.state_size, int(config.time_step_rank), config.use_bias
-        self.turned, self.rotate, self.projection_sizes = layer.turned or 0, rotate, [rank]
-        self.x_proj = nn.Linear(config.intermediate_size, rank, bias=False)
-        self.q_proj, self.k_proj = (nn.Linear(config.hidden_size, size, bias=bias) for _ in range(2))
+        if config.intermediate_size % layer.heads:
+            raise ValueError(
+                f"{layer.heads} heads of attention must divide the {config.intermediate_size} channels of a mixer "
+                "beside it (expand * hidden_size): give another `expand`."
+            )
+        self.num_heads, self.state_size = layer.heads, config.state_size
+        self.turned, self.rotate = layer.turned or 0, rotate
+        self.x_proj = nn.Linear(config.intermediate_size, int(config.time_step_rank), bias=False)
+        size = self.num_heads * self.state_size
+        self.q_proj, self.k_proj = (nn.Linear(config.hidden_size, size, bias=config.use_bias) for _ in range(2))
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.q_norm, self.k_norm = (None if norm is None else copy.deepcopy(norm) for norm in norms)
 
@@ -85,17 +91,35 @@ class HeadMixer(LonghornMixer):
         return turned.transpose(1, 2).to(u.dtype)
 
 
+class GroupedContextStates(ContextStates):
+    """Context states whose keys and values are in groups that queries share, with the bias and the norm of the
+    attention beside them."""
+
+    def __init__(self, config: BstConfig, groups: int, has_bias: bool, has_norms: bool):
+        super().__init__(config, num_heads=groups, bias=has_bias)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.layer_norm_epsilon) if has_norms else None
+
+    def normalised(self, keys: torch.Tensor, is_step: bool = False) -> torch.Tensor:
+        """As in `ContextStates`."""
+        return keys if self.k_norm is None else self.k_norm(keys).to(keys.dtype)  # under autocast it is float32
+
+
 class ContextMemory(nn.Module):
     """Context states of the Block-State Transformer: tokens attend to them with queries of their own, and what they
-    find is mapped back beside the output of attention."""
+    find is mapped back beside the output of attention.
 
-    def __init__(self, config: BstConfig):
+    Args:
+        config: its `num_attention_heads` are those of the attention beside, which shares `groups` of keys and values,
+            and has biases or norms of each head.
+    """
+
+    def __init__(self, config: BstConfig, groups: int, has_bias: bool, has_norms: bool):
         super().__init__()
         inner = config.num_attention_heads * config.head_dim
-        self.num_heads, self.counts_documents = config.num_attention_heads, config.context_variant == "mf"
-        self.context = ContextStates(config)
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.layer_norm_epsilon) if config.use_qk_norm else None
+        self.num_heads = config.num_attention_heads
+        self.context = GroupedContextStates(config, groups, has_bias, has_norms)
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=has_bias)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.layer_norm_epsilon) if has_norms else None
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def inputs_of(self, z: torch.Tensor, x: torch.Tensor | None, angles: Any) -> tuple[torch.Tensor, ...]:
@@ -151,10 +175,11 @@ def add_memory(base: Any, index: int, plan: LayerPlan, layer: AttentionLayer, ro
         )
     if plan.memory == "longhorn":
         inner = layer.heads * layer.key_size
-        heads = {"num_heads": layer.heads, "state_size": layer.key_size, "expand": -(-2 * inner // config.hidden_size)}
+        heads = {"state_size": layer.key_size, "expand": -(-2 * inner // config.hidden_size)}
         attention.memory = HeadMixer(_longhorn(config, heads | fields), index, attention, layer, rotate)
     else:
-        attention.memory = ContextMemory(_context(config, plan, layer, attention, with_norms, fields))
+        has_bias = attention.k_proj.bias is not None
+        attention.memory = ContextMemory(_context(config, plan, layer, fields), layer.groups, has_bias, with_norms)
         base.get_submodule(layer.name.rpartition(".")[0]).register_forward_pre_hook(_with_input, with_kwargs=True)
     attention.register_forward_pre_hook(_before, with_kwargs=True)
     attention.register_forward_hook(_after, with_kwargs=True)
@@ -165,11 +190,10 @@ def _longhorn(config: Any, fields: dict) -> LonghornConfig:
     return LonghornConfig(**known | fields)
 
 
-def _context(config: Any, plan: LayerPlan, layer: AttentionLayer, attention: Any, norms: bool, fields: dict) -> Any:
+def _context(config: Any, plan: LayerPlan, layer: AttentionLayer, fields: dict) -> BstConfig:
     known = {"hidden_size": config.hidden_size, "num_hidden_layers": 1, "sliding_window": plan.window}
-    known |= {"num_attention_heads": layer.heads, "num_key_value_heads": layer.groups, "head_dim": layer.key_size}
-    known |= {"attention_bias": attention.k_proj.bias is not None, "use_qk_norm": norms, "qk_norm": False}
-    known |= {"zero_kv_sink": False, "layer_norm_epsilon": getattr(config, "rms_norm_eps", 1e-6)}
+    known |= {"num_attention_heads": layer.heads, "head_dim": layer.key_size, "qk_norm": False}
+    known |= {"layer_norm_epsilon": getattr(config, "rms_norm_eps", 1e-6)}
     return BstConfig(**known | fields)
 
 
@@ -223,6 +247,8 @@ def initialise(module: Any) -> bool:
 
 
 def _close(projection: nn.Linear) -> None:
+    if getattr(projection, "weight", None) is None:
+        return  # a quantizer's map, whose codes were loaded
     init.zeros_(projection.weight)
     if projection.bias is not None:
         init.zeros_(projection.bias)

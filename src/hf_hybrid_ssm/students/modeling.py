@@ -24,10 +24,13 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from hf_hybrid_ssm.models.base import HybridPreTrainedModel, WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
+    FITTERS,
     capacity_of,
     check_cache_without_states,
+    fit_cache,
     holds_states,
     is_recurrent_state_layer,
+    let_assistant_forget,
     may_overwrite_states,
     prepare_cache,
     tokens_and_packing_state,
@@ -43,6 +46,7 @@ from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
+from hf_hybrid_ssm.students.cache import fit_student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
@@ -60,6 +64,7 @@ KEPT = (
     "_supports_sdpa",
 )
 """Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+FITTERS[HybridStudentConfig.model_type] = fit_student_cache
 
 
 class StudentMixin(HybridPreTrainedModel):
@@ -91,7 +96,8 @@ class StudentMixin(HybridPreTrainedModel):
         given = {} if config is None else {"config": config}
         if hasattr(cls, "teacher_class"):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
-        known = isinstance(config, HybridStudentConfig)
+        # by the name of the type: a folder's own code has copies of the classes
+        known = getattr(config, "model_type", None) == HybridStudentConfig.model_type
         loader = cls.for_config(config) if known else cls.auto_class
         return loader.from_pretrained(pretrained_model_name_or_path, *args, **given, **kwargs)
 
@@ -127,7 +133,7 @@ class HybridStudentModel(StudentMixin):
     auto_class = AutoModel
     names_of_teachers = MODEL_MAPPING_NAMES
     known_arguments: frozenset[str]
-    uses_positions = True
+    is_bidirectional, uses_positions = False, True
     counts_documents = False
     """Some memory needs to know how many documents a row holds at most."""
 
@@ -218,6 +224,8 @@ class HybridStudentModel(StudentMixin):
         documents = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "continues_documents": continues_documents}
         rows = self._rows(given, cache, attention_mask, position_ids=position_ids, **documents)
         check_cache_without_states(cache, rows)
+        if inputs_embeds is not None and rows.token_mask is not None:  # 0, the weight of padding, times NaN is NaN
+            inputs["inputs_embeds"] = torch.where(rows.token_mask.unsqueeze(-1), inputs_embeds, 0.0)
         positions: Any = self._positions(rows, cache, given.device) if position_ids is None else position_ids
         own_mask = rows.full_token_mask if masks is None else masks[OF_TEACHER]
         forward = Forward(rows, cache, self._query_scale(positions), *self._for_sinks(rows, cache, positions))
@@ -243,7 +251,7 @@ class HybridStudentModel(StudentMixin):
         Raises:
             ValueError: as of `resolve_packing`; or rows pack documents, and a layer of the teacher's knows of none.
         """
-        kinds = {layer.attention for layer in self.config.plan.layers if layer.is_own}
+        kinds = self.config.plan.own_kinds
         prepared = isinstance(attention_mask, dict)
         rows = resolve_packing(
             given.shape[:2],
@@ -265,7 +273,7 @@ class HybridStudentModel(StudentMixin):
 
     def _positions(self, rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
-        if not any(layer.is_windowed for layer in self.config.plan.layers):
+        if not self.config.plan.has_windows:
             return rows.positions(device)
         ranks = _ranks(rows, cache, device)
         return ranks if rows.padding is None else rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
@@ -274,8 +282,7 @@ class HybridStudentModel(StudentMixin):
         self, rows: PackedRows, cache: Cache | None, position_ids: torch.Tensor
     ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles], dict[int, torch.Tensor]]:
         """`Forward.ranks`, `Forward.angles` and `Forward.sink_keys`."""
-        sinks = {layer.sink for layer in self.config.plan.layers} - {None}
-        ranks = Ranks(_ranks(rows, cache, position_ids.device)) if sinks else None
+        ranks = Ranks(_ranks(rows, cache, position_ids.device)) if self.config.plan.has_sinks else None
         angles: dict[tuple[Any, int], Angles] = {}
         keys: dict[int, torch.Tensor] = {}
         for place, layers in self.places.items():
@@ -337,8 +344,9 @@ class HybridStudentForCausalLM(
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
-            self.config.fit_cache(cache)
+            fit_cache(cache, self.config)
             if generation_config.is_assistant:
+                let_assistant_forget(cache)
                 cache.activate_past_recording()
 
     def create_masks_for_generate(

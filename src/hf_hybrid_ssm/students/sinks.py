@@ -1,7 +1,7 @@
 """Sinks of windows: what takes the place of the first token where a window has left it.
 
-A pretrained transformer rests much of its attention on the first token of a text, as a place to put none (Xiao et al.,
-arXiv 2309.17453). A window that has moved on takes that place away. In its stead comes
+In pretrained transformers the first token of a text acts as an attention sink (Xiao et al., arXiv 2309.17453). A
+window that has moved on does not see it. In its stead comes
 
     "constant"      a key and a value of the layer's own, W + 1 tokens before each token;
     "first_token"   the key and the value of the text's first token, which the cache keeps.
@@ -73,11 +73,12 @@ def rotated(rotate: Callable, heads: torch.Tensor, angles: Angles, turned: int) 
 def turned_together(layers: list[Any], angles: Angles) -> dict[int, torch.Tensor]:
     """Layer → the keys (B, G, L, e) of its constant sink, turned at once for all; nothing where some are in shards or
     on another device, and have to wait for their layer's forward."""
-    keys = [module.sink.key for module in layers]
-    if any(type(key) is not nn.Parameter or key.device != angles[0].device for key in keys):
+    keys = [getattr(module.sink, "key", None) for module in layers]  # None: a sink that an adapter wraps
+    held = [key for key in keys if type(key) is nn.Parameter and key.device == angles[0].device]
+    if len(held) < len(keys):
         return {}
-    turned = layers[0].sink.turn(torch.cat(keys)[None, :, None], angles)
-    return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in keys], 1)))
+    turned = layers[0].sink.turn(torch.cat([*held])[None, :, None], angles)
+    return dict(zip((module.layer_idx for module in layers), turned.split([len(key) for key in held], 1)))
 
 
 def angles_before(angles: Angles, distance: Angles) -> Angles:

@@ -113,7 +113,8 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
     config._attn_implementation = LOOKED_AT
     look, rotaries, reason = _Look(), [], None
     try:
-        with torch.device("meta"), _dtype(torch.bfloat16):  # on meta, experts are multiplied in this alone
+        # on meta, experts are multiplied in bfloat16 alone
+        with torch.inference_mode(False), torch.device("meta"), _dtype(torch.bfloat16):
             model = model_class(config).eval().requires_grad_(False).base_model
             look.names = {id(module): name for name, module in model.named_modules()}
             if hasattr(model, "rotary_emb"):

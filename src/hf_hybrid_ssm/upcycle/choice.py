@@ -30,10 +30,10 @@ class Keep:
     Args:
         parts: how many layers (int), which share (float), or a list of layers, or of key/value groups as
             (layer, group). Layers that have windows in the teacher, or no attention, are not counted.
-        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall" (`rank_groups_by_recall`;
-            `parts` is then a count or share of key/value groups), "kl" (`rank_layers_by_kl`), "sensitivity"
-            (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by recall, evenly spaced with a warning if
-            the teacher does not recall. A list needs none.
+        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall"
+            (`rank_groups_by_recall`; `parts` is then a count or share of key/value groups), "kl"
+            (`rank_layers_by_kl`), "sensitivity" (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by
+            recall, evenly spaced with a warning if the teacher does not recall. A list needs none.
         window: W, the tokens that a token sees before its own where the teacher's sees all.
 
     Raises:
@@ -49,7 +49,7 @@ class Keep:
             raise ValueError(f"by={self.by!r} must be one of {', '.join(map(repr, KEEP_BY))}, or None.")
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window={self.window!r} must be a number of tokens, at least 1.")
-        if isinstance(self.parts, bool) or not isinstance(self.parts, int | float | Sequence):
+        if isinstance(self.parts, bool | str) or not isinstance(self.parts, int | float | Sequence):
             raise TypeError(f"parts={self.parts!r} must be a count (int), a share (float) or a list.")
 
     def parts_of(self, config: PreTrainedConfig) -> list[Any]:

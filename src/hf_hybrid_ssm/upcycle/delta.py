@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_hybrid_ssm.hub.cards import card_of_folder
 from hf_hybrid_ssm.hub.configurations import config_of_folder
-from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
+from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
@@ -75,11 +75,13 @@ def save_delta(
         weights = teacher.model.state_dict()
     else:
         weights = weights_as_saved(source)
-    own = {name: value.detach().cpu() for name, value in _untied(student).items() if not _is_same(value, weights, name)}
+    own = {
+        name: value.detach().cpu() for name, value in _untied(student).items() if not _is_same(value, weights, name)
+    }
     if not student.state_dict().keys() & weights.keys() - own.keys():
         raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
     own = {
-        name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).contiguous()
+        name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).detach().cpu().contiguous()
         for name, value in own.items()
     }
     if wrong := [name for name, value in own.items() if not value.isfinite().all()]:

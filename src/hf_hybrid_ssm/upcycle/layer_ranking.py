@@ -1,6 +1,6 @@
 """The order in which a teacher's layers, or their key/value groups, are needed, and who says so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class LayerRanking:
 
 def name_of(part: LayerOrGroup) -> str:
     """As people write it: a layer 7, a group 7:1."""
-    return str(part) if isinstance(part, int) else ":".join(map(str, part))
+    return ":".join(map(str, part)) if isinstance(part, tuple) else str(part)
 
 
 def ranking_of(scores: Mapping[Any, float], by: str, **fields: object) -> LayerRanking:

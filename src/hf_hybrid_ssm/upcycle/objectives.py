@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +134,7 @@ def alignment_losses(
 
 
 def memory_window(config: Any) -> int | None:
-    """W of a student's windows where a memory beside them is to remember what lies beyond; None where there is none."""
+    """W of a student's windows where a memory beside them is to remember what lies beyond; None where none is."""
     return next((layer.window for layer in config.plan.layers if layer.is_windowed and layer.memory), None)
 
 
@@ -196,16 +197,30 @@ def _last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-@torch.no_grad()
+_LOGITS_ARE_PLAIN: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Models whose logits were compared with those of their heads."""
+
+
 def has_plain_head(model: Any) -> bool:
     """Whether logits are one matrix times what the base model returns: no adapter, no shards, nothing that scales or
     caps them."""
     head = model.get_output_embeddings()
     if not (type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None):
         return False
-    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with _last_hidden_states(model) as outputs:
-        logits = model(input_ids=one, use_cache=False).logits
+    if model not in _LOGITS_ARE_PLAIN:
+        _LOGITS_ARE_PLAIN[model] = _are_plain(model, head)
+    return _LOGITS_ARE_PLAIN[model]
+
+
+@torch.no_grad()
+def _are_plain(model: Any, head: nn.Linear) -> bool:
+    one, training = torch.zeros(1, 1, dtype=torch.int64, device=model.device), model.training
+    model.eval()
+    try:
+        with _last_hidden_states(model) as outputs:
+            logits = model(input_ids=one, use_cache=False).logits
+    finally:
+        model.train(training)
     return torch.allclose(logits.float(), head(outputs[0]).float(), rtol=1e-3, atol=1e-5)
 
 
@@ -232,7 +247,7 @@ def fused_distillation_loss(
     """
     with _last_hidden_states(student) as outputs:
         (student if forward is None else forward)(**inputs, use_cache=False, logits_to_keep=1)
-    hidden = outputs[0] if not hasattr(student, "_pre_head") else student._pre_head(outputs[0])
+    hidden = outputs[0]
     head = student.get_output_embeddings().weight
     return linear_kl_divergence(
         hidden,

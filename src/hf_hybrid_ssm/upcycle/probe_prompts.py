@@ -99,7 +99,8 @@ def made_text(tokenizer: Any | None, length: int, seed: int = 0) -> torch.Tensor
     that has words."""
     if tokenizer is None or len(words_of(tokenizer)) < LEAST_WORDS:
         return None
-    filler, text, ids = sentences(random.Random(seed)), "", []
+    filler, text = sentences(random.Random(seed)), ""
+    ids: list[int] = []
     while len(ids) < length:
         text = " ".join([text, *(next(filler) for _ in range(length // 8))]).strip()
         ids = tokenizer(_opening(tokenizer, text), add_special_tokens=False)["input_ids"]

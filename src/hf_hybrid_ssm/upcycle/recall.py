@@ -1,19 +1,20 @@
 """Which layers a teacher recalls with: what recall loses when they get windows, one after the other.
 
 The probe needs no data (`recall_prompts`), no student and no training. Perplexity does not tell: a text is predicted
-nearly as well without any reach. Nor does a layer alone: several layers recall the same, so that each is missed little
-as long as the others reach. So layers go one after the other, the least needed of those that are left first.
+nearly as well without any reach. Removing one layer shows little, since others compensate: so layers are removed
+greedily, the least needed of those that are left first.
 
 What reaches back are the tokens of the question and of the answers. Those before them may be read in windows, in all
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from hf_hybrid_ssm.students.configuration import teacher_attention
+from hf_hybrid_ssm.students.initial import student_config, student_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerOrGroup, LayerRanking, RecallScore
 from hf_hybrid_ssm.upcycle.probe_prompts import RecallPrompt, recall_prompts
 from hf_hybrid_ssm.upcycle.teacher import Teacher
@@ -23,6 +24,8 @@ PROBE_WINDOW = 256
 """At most, of the ranking: prompts of eight windows take minutes."""
 ONE_BY_ONE = 10
 """From so few layers on one goes at a time; before, a third of those that are left."""
+TOGETHER = 256
+"""Tokens of ends of prompts that are read at once."""
 ENOUGH = 0.5
 """Share of the tokens that a teacher must recall before its layers are ranked by it."""
 Progress = Callable[[Sequence[Any]], Any]
@@ -164,10 +167,20 @@ class _Ending:
         self._replay.compare_with(self._masks(windowed))
         return _log_probabilities(self._teacher, self._replay.base, self._answers)[0]
 
-    def without(self, part: LayerOrGroup) -> torch.Tensor:
-        """The same with one more part windowed."""
-        states = self._replay.hidden_states(self._masks([*self._windowed, part]))
-        return _log_probabilities(self._teacher, states, self._answers)[0]
+    def without_each(self, parts: Sequence[LayerOrGroup]) -> torch.Tensor:
+        """The same with one more part windowed, (parts, N)."""
+        states = self._replay.together([self._masks([*self._windowed, part]) for part in parts])
+        positions, tokens = self._answers
+        answers = positions + self._replay.length * torch.arange(len(parts), device=positions.device)[:, None]
+        logs, _ = _log_probabilities(
+            self._teacher, states.flatten(0, 1)[None], (answers.flatten(), tokens.repeat(len(parts)))
+        )
+        return logs.unflatten(0, (len(parts), -1))
+
+    @property
+    def at_once(self) -> int:
+        """How many parts `without_each` should be given."""
+        return max(1, TOGETHER // self._replay.length)
 
     def _masks(self, parts: Sequence[LayerOrGroup]) -> dict[int, torch.Tensor]:
         masks = _masks(self._teacher, self._mask, parts, self._others, self._of_groups)
@@ -182,9 +195,11 @@ def _lost(
     for ending in endings:
         next(steps)
         whole = ending.compare_with(windowed)
-        for part in parts:
-            next(steps)
-            lost[part].append(whole - ending.without(part))
+        for start in range(0, len(parts), ending.at_once):
+            several = parts[start : start + ending.at_once]
+            for part, logs in zip(several, ending.without_each(several)):
+                next(steps)
+                lost[part].append(whole - logs)
     return {part: float(torch.cat(found).double().mean()) for part, found in lost.items()}
 
 
@@ -198,15 +213,17 @@ def recall_of(
         windowed: layers, or key/value groups as (layer, group).
     """
     total, right, count = 0.0, 0, 0
+    model, parts = teacher.model, [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
+    if windowed:
+        keep = [part for part in parts if part not in windowed and part[0] not in windowed]
+        model = student_of(model, student_config(teacher.config, keep, window, sink="first_token")).eval()
     with maskable(teacher):
         for prompt in prompts:
-            device = teacher.model.device
-            replay = LayerReplay(teacher, prompt.input_ids.to(device))
-            answers = prompt.positions.to(device) - 1, _recalled(prompt).to(device)
-            mask = window_mask(replay.length, window, device=device)
-            states = replay.hidden_states(_masks(teacher, mask, windowed))
-            logs, first = _log_probabilities(teacher, states, answers)
-            total, right, count = total + float(logs.sum()), right + int(first.sum()), count + len(logs)
+            ids, positions = prompt.input_ids.to(model.device), prompt.positions.to(model.device)
+            logits = model(ids, use_cache=False, logits_to_keep=positions - 1).logits[0].float()
+            tokens = ids[0, positions]
+            total += float(logits.log_softmax(-1).gather(-1, tokens[:, None]).sum())
+            right, count = right + int((logits.argmax(-1) == tokens).sum()), count + len(tokens)
     return RecallScore(total / count, right / count)
 
 

@@ -7,17 +7,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.hub.configurations import check_fields, without_memory
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, teacher_attention
 from hf_hybrid_ssm.students.initial import SinkChoice, choose_sink, init_memories, student_config, student_of
+from hf_hybrid_ssm.students.modeling import student_class
 from hf_hybrid_ssm.students.sinks import ConstantSink
-from hf_hybrid_ssm.students.teacher import attention_layers
+from hf_hybrid_ssm.students.teacher import attention_layers, class_of
 from hf_hybrid_ssm.upcycle.choice import Keep, LayerChoice, choose_layers
 from hf_hybrid_ssm.upcycle.divergence import text_of
 from hf_hybrid_ssm.upcycle.probe_prompts import made_text
-from hf_hybrid_ssm.upcycle.teacher import Teacher
+from hf_hybrid_ssm.upcycle.teacher import Teacher, layers_of
 
 ATTN_SCALE = 0.1
 """As in Llama 4."""
+OF_TEACHER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "sliding_window")
+"""Fields of a memory that its teacher decides."""
 INITS = ("projections", "random")
 AUTO = "auto"
 BEYOND = 512
@@ -66,8 +72,16 @@ def config_of(
     """The configuration of the student that `upcycle` makes, before anything is ranked or read; arguments and errors
     are the same."""
     parts = keep.layers if isinstance(keep, LayerChoice) else keep.parts_of(teacher)
+    given = {"instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
+    _check_memory(memory, memory_fields, [name for name, value in given.items() if value])
+    if unknown := sorted(set(memory_layers or ()) - set(layers_of(teacher))):
+        raise ValueError(
+            f"memory_layers={memory_layers} names {unknown[0]}, where the teacher does not see all tokens."
+        )
     if sink == AUTO:
-        sink = "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        sink = (
+            "first_token" if any(layer.turned is None for layer in attention_layers(teacher).values()) else "constant"
+        )
     plan: dict[str, Any] = {"keep": parts, "window": keep.window, "sink": sink}
     plan |= {"memory": memory, "instead": instead, "memory_layers": memory_layers, "window_dropout": window_dropout}
     config = student_config(teacher, **plan, **memory_fields)
@@ -77,11 +91,29 @@ def config_of(
             f"no layer of the teacher (model_type={teacher.model_type!r}) sees all tokens: its cache does not grow."
         )
     if attn_scale is None:
-        made = [layer for layer, (kind, _) in zip(config.plan.layers, own) if kind == "full"]
-        with_sinks = any(layer.sink is not None for layer in made)
-        sees_all = any(layer.attention == "full" or layer.groups for layer in made)
-        attn_scale = ATTN_SCALE if with_sinks and sees_all and all(kind != "other" for kind, _ in own) else 0.0
-    return student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
+        with_sinks = any(layer.sink is not None for layer in config.plan.layers)
+        sees_all = any(layer.attention == "full" or layer.groups for layer in config.plan.layers)
+        only_full = all(kind in ("full", "none") for kind, _ in own)
+        attn_scale = ATTN_SCALE if with_sinks and sees_all and only_full else 0.0
+    config = student_config(teacher, **plan, attn_scale=attn_scale, **memory_fields) if attn_scale else config
+    if memory is not None:  # its fields are checked as it is made
+        without_memory(lambda: student_class(class_of(teacher.model_type))._from_config(config))
+    return config
+
+
+def _check_memory(memory: str | None, fields: dict[str, Any], others: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: there is no memory of these fields and `others`, or one of them is the teacher's.
+    """
+    if memory is None and (fields or others):
+        raise ValueError(
+            f"{', '.join([*sorted(fields), *others])}: of a memory, and there is none; give memory=, or leave it out."
+        )
+    if fixed := sorted(fields.keys() & set(OF_TEACHER)):
+        raise ValueError(f"{', '.join(fixed)} of a memory must be its teacher's: leave it out.")
+    if fields:
+        check_fields(BstConfig if memory == "context" else LonghornConfig, fields)
 
 
 @torch.no_grad()
@@ -99,7 +131,7 @@ def upcycle(
     text: torch.Tensor | None = None,
     **memory_fields: Any,
 ) -> tuple[Any, UpcycleReport]:
-    """A student that starts from a trained transformer: of its own class, with its weights, and windows in most layers.
+    """A student that starts from a trained transformer: of its class, with its weights, and windows in most layers.
 
     Until it is trained, a student in which no memory takes the place of attention is its teacher with windows, and the
     teacher itself within the window.
@@ -113,7 +145,8 @@ def upcycle(
         sink: of the windows: "constant", "first_token" or None (see `hf_hybrid_ssm.students.sinks`); "auto": constant
             where that is as good on a text (see `choose_sink`), else the first token.
         attn_scale: of queries that see all tokens (see `Student`): few layers find one token among many with sharper
-            queries. None: 0.1 where some see all tokens beside windows with sinks, else 0.
+            queries. None: 0.1 where some see all tokens beside windows with sinks, of a teacher that has no windows;
+            else 0.
         init: memories start from the "projections" of the attention that they stand beside or replace, or "random".
         window_dropout: in training, the share of rows in which a memory beside a window is all that there is.
         text: token ids (B, L) from first tokens on, for "auto"; None: made sentences, or what the teacher writes.

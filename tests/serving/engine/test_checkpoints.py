@@ -1,10 +1,9 @@
-"""Folders of every origin are served: with code, converted from official checkpoints, upcycled from a Llama."""
+"""Folders of every origin are served: with code, converted from official checkpoints, students."""
 
 import pytest
 import torch
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.upcycle import upcycle
 from tests.models.test_longhorn_conversion import official_state_dict
 from tests.models.test_spade_conversion import GOLDEN
 from tests.serving.engine.engines import (
@@ -18,7 +17,7 @@ from tests.serving.engine.engines import (
     prompts_of,
     tokens_of,
 )
-from tests.upcycle.test_upcycle import teacher_of
+from tests.serving.students import student_model
 
 
 def exported(family, folder):
@@ -37,17 +36,14 @@ def converted_spade(_, folder):
     assert main(["convert", "spade", str(GOLDEN / "fairseq_spade_lm.pt"), str(folder)]) == 0
 
 
-def upcycled(family, folder):
-    """From a Llama of random weights, whose attention is within windows from now on."""
-    own = {"keep": 0.5, "keep_as": "sliding_attention"} if family == "longhorn" else {"ssm_layers": [1, 3]}
-    teacher = teacher_of("llama", max_position_embeddings=512)
-    student, _ = upcycle(teacher, family=family, sliding_window=8, **own)
-    student.save_pretrained(folder)
+def student(name, folder):
+    """With its code."""
+    student_model(name, head_dim=32, max_position_embeddings=512).save_pretrained(folder, export_code=True)
 
 
 ORIGINS = {f"exported with its code, {family}": (exported, family) for family in FAMILIES}
 ORIGINS |= {"converted, longhorn": (converted_longhorn, ""), "converted, spade": (converted_spade, "")}
-ORIGINS |= {"upcycled to longhorn": (upcycled, "longhorn"), "upcycled to bst": (upcycled, "bst")}
+ORIGINS |= {"student": (student, "student with a mixer beside groups")}
 
 
 @pytest.mark.parametrize("origin", ORIGINS)

@@ -24,13 +24,11 @@ from tests.serving.engine.engines import (
     prompts_of,
     tokens_of,
 )
+from tests.serving.students import FULL_STUDENTS, STUDENTS, student_model
 from tests.tiny_models import build, config_of
 
 # vLLM's attention on CPUs has no heads of fewer than 32 channels
 WIDE = {"hidden_size": 64, "num_attention_heads": 2}
-EVERYTHING = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True}
-EVERYTHING |= {"use_qk_norm": True, "attention_sink": "scalar", "attn_scale": 0.5, "floor_scale": 16}
-EVERYTHING |= {"block_types": ["linear_attention", "sliding_attention", "full_attention", "full_attention"]}
 # layers that the trained checkpoints do not have, with random weights
 LAYERS: dict[str, tuple[str, dict]] = {
     "longhorn + window attention": (
@@ -38,25 +36,25 @@ LAYERS: dict[str, tuple[str, dict]] = {
         {"block_types": ["linear_attention", "sliding_attention"], "num_hidden_layers": 2},
     ),
     "bst block-recurrent": ("bst block-recurrent", {}),
-    "bst rotary with a sink": ("bst rotary with a sink", {}),
     "spade adaptive": ("spade adaptive", {}),
 }
 # whose full attention is vLLM's
 HYBRIDS: dict[str, tuple[str, dict]] = {
     "longhorn + full attention": ("longhorn + full attention", WIDE),
-    "longhorn + window and full attention, all options": (
-        "longhorn + window and full attention",
-        {**EVERYTHING, "num_hidden_layers": 4},
-    ),
-    "longhorn + attention of mixed groups": ("longhorn + attention of mixed groups", {"head_dim": 32}),
+    "longhorn + window and full attention": ("longhorn + window and full attention", {**WIDE, "head_dim": 32}),
     "lmu-isa + global attention": ("lmu-isa + global attention", WIDE),
     "spade hyena full without a bias": ("spade hyena full", {**WIDE, "relative_bias_scope": "none"}),
 }
 # a request of a hybrid has blocks of keys beside its states
-OF_HYBRIDS = {"num_gpu_blocks_override": 24, "max_model_len": 320}
+OF_HYBRIDS = {"num_gpu_blocks_override": 24, "max_model_len": 320, "block_size": 32}  # of which CPUs have multiples
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *LAYERS, *HYBRIDS])
+# whose pages are of more tokens than these prompts have: it is among the folders of test_checkpoints.py
+LARGE = "student with a mixer beside groups"
+SERVED = [*FAMILIES, *LAYERS, *STUDENTS, *HYBRIDS, *(name for name in FULL_STUDENTS if name != LARGE)]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def checkpoint(request):
     return request.param
 
@@ -64,14 +62,15 @@ def checkpoint(request):
 @pytest.fixture(scope="module")
 def served(checkpoint, tmp_path_factory):
     """The engine, and transformers' model of the same weights; tiny ones are in many shards."""
+    folder = folder_of(checkpoint) if checkpoint in FAMILIES else tmp_path_factory.mktemp("models")
     if checkpoint in LAYERS | HYBRIDS:
-        folder = tmp_path_factory.mktemp("models")
         variant, fields = (LAYERS | HYBRIDS)[checkpoint]
         model = AutoModelForCausalLM.from_config(config_of(variant, **fields)) if fields else build(variant)
         model.save_pretrained(folder, max_shard_size="16KB")
-    else:
-        folder = folder_of(checkpoint)
-    with engine_of(folder, **SMALL | (OF_HYBRIDS if checkpoint in HYBRIDS else {})) as engine:
+    elif checkpoint not in FAMILIES:
+        model = student_model(checkpoint, head_dim=32, max_position_embeddings=512)
+        model.save_pretrained(folder, save_original_format=False)
+    with engine_of(folder, **SMALL | (OF_HYBRIDS if checkpoint in HYBRIDS | FULL_STUDENTS else {})) as engine:
         yield engine, model_of(folder)
 
 

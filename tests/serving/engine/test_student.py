@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedModel
 from vllm import SamplingParams, TokensPrompt
 
-from hf_hybrid_ssm.upcycle import load_teacher, upcycle
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
 from tests.serving.engine.engines import engine_of, generated, model_of, prompts_of, tokens_of
-from tests.upcycle.test_real_teacher import GROUPS, TEACHER
 
+TEACHER = "HF_HYBRID_SSM_SMOLLM2"
 # the layers that `hf-hybrid-ssm upcycle --keep 6` chooses, and the groups of report_groups_cpu.yaml
-KEPT = {"six layers": [7, 15, 17, 18, 21, 23], "twelve groups": [*GROUPS, (15, 2), (17, 0), (5, 2)]}
+GROUPS = [(18, 2), (7, 2), (23, 0), (8, 0), (21, 2), (22, 1), (17, 1), (20, 1), (3, 2), (15, 2), (17, 0), (5, 2)]
+KEPT = {"six layers": [7, 15, 17, 18, 21, 23], "twelve groups": GROUPS}
 REQUESTS, NEAR = 32, 1e-3
 DRAW = random.Random(0)
 LENGTHS = [DRAW.randint(8, 40) for _ in range(26)] + [DRAW.randint(258, 300) for _ in range(6)]
@@ -30,11 +31,10 @@ WANTED = [DRAW.randint(8, 16) for _ in range(REQUESTS)]
 @pytest.mark.parametrize("kept", KEPT)
 def test_student(kept, tmp_path, record_property):
     """Prompts of 8 to 300 random tokens, six of them longer than a window of 256; answers of 8 to 16."""
-    teacher, tokenizer = load_teacher(os.environ[TEACHER])
-    options = {"keep_as": "full_attention", "others_as": "sliding_attention", "sliding_window": 257}
-    student, _ = upcycle(teacher, KEPT[kept], tokenizer=tokenizer, **options)
+    teacher = load_teacher(os.environ[TEACHER])
+    student, _ = upcycle(teacher, Keep(KEPT[kept], window=256), sink="constant")
     student.eval().save_pretrained(tmp_path, export_code=True)
-    tokenizer.save_pretrained(tmp_path)
+    teacher.tokenizer.save_pretrained(tmp_path)
     del teacher, student
     model = model_of(tmp_path)
     prompts = prompts_of(model, LENGTHS, 12)

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
-from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, AbsentWhenNone, Derived
+from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
 from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
@@ -49,18 +48,12 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         hidden_size (`int`, *optional*, defaults to 1024): Width d of the residual stream.
         num_hidden_layers (`int`, *optional*, defaults to 12): Number of layers.
         num_attention_heads (`int`, *optional*, defaults to 8): Attention heads H.
-        num_key_value_heads (`int`, *optional*): Heads G of keys and values, of tokens and of context states, each for
-            H / G query heads; as many as heads by default.
         head_dim (`int`, *optional*, defaults to 128): Size e of a head; H e need not be d.
-        attention_bias (`bool`, *optional*, defaults to `False`): Bias in the projections of attention.
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
-        gated_mlp (`bool`, *optional*, defaults to `False`): Gated feed-forward layers, down(activation(gate) · up), as
-            Llama's with `hidden_act="silu"`.
         sliding_window (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
         block_types (`list[str]`, *optional*): `"sliding_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
-            default from
-            `ssm_layers`.
+            default from `ssm_layers`.
         ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per key and value
             head) or `"mf"` (one per context state).
@@ -86,19 +79,11 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         retrieval_stride (`int`, *optional*, defaults to 1): It keeps every n-th of a block's states.
         qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale per head;
             otherwise the scale is `1 / sqrt(head_dim)`.
-        use_qk_norm (`bool`, *optional*, defaults to `False`): RMSNorm of each head's queries and keys, as in Qwen3;
-            with `qk_norm=False`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
         zero_kv_sink (`bool`, *optional*, defaults to `True`): Positions before the first token hold zero keys and
             values.
-        attention_sink (`str`, *optional*): A sink of the window attention, with `zero_kv_sink=False`: `"constant"` (a
-            learned key and value for each key/value head, in the place of a first token that the window has left) or
-            `"scalar"` (a learned logit for each head, of value 0, as in gpt-oss); none by default.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative bias.
-        rope_parameters (`RopeParameters`, *optional*): Rotary positions of the tokens' queries and keys, in place of
-            T5's bias; none by default, as in the paper. No `rope_type` that follows from the length of a text
-            (`"dynamic"`, `"longrope"`).
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
             the feed-forward layer, on attention weights, before the head.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
@@ -108,8 +93,6 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
-        max_position_embeddings (`int`, *optional*): Training length that scaled rotary positions refer to, 4096 by
-            default; no attribute without them, as nothing limits the length.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; T5's by default.
 
     ```python
@@ -129,9 +112,6 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         "layers.*.attention.o_proj": "rowwise_split_input",
         "layers.*.feed_forward.fc1": "colwise",
         "layers.*.feed_forward.fc2": "rowwise",
-        "layers.*.feed_forward.gate_proj": "colwise",
-        "layers.*.feed_forward.up_proj": "colwise",
-        "layers.*.feed_forward.down_proj": "rowwise",
     }
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},
@@ -148,8 +128,6 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         "block_types": _block_types,
         "ssm_layers": _bst_layers,
         "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type, default_state_size(config)),
-        "num_key_value_heads": lambda config: config.num_attention_heads,
-        "max_position_embeddings": lambda config: 4096 if config.limits_positions else None,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
 
@@ -157,12 +135,9 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 12
     num_attention_heads: int = 8
-    num_key_value_heads: Derived[int] = DERIVED
     head_dim: int = 128
-    attention_bias: bool = False
     intermediate_size: int = 4096
     hidden_act: str = "relu"
-    gated_mlp: bool = False
     sliding_window: int = 512
     block_types: Derived[list[str]] = DERIVED
     ssm_layers: Derived[list[int]] = DERIVED
@@ -177,13 +152,10 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     retrieval_memory: int = 1024
     retrieval_stride: int = 1
     qk_norm: bool = True
-    use_qk_norm: bool = False
     attend_self: bool = False
     zero_kv_sink: bool = True
-    attention_sink: str | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
-    rope_parameters: RopeParameters | dict | None = None
     dropout: float | int = 0.05
     attention_dropout: float | int = 0.05
     final_dropout: float | int = 0.05
@@ -193,21 +165,9 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
-    max_position_embeddings: int | None = AbsentWhenNone()  # type: ignore[assignment]
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
-
-    def convert_rope_params_to_dict(self, **kwargs) -> dict[str, Any]:
-        """As in transformers, but None stays None: T5's bias."""
-        if self.rope_parameters is None and not {"rope_scaling", "rope_theta"} & kwargs.keys():
-            return kwargs
-        return super().convert_rope_params_to_dict(**kwargs)
-
-    @property
-    def limits_positions(self) -> bool:
-        """Whether rotary frequencies are scaled to a length."""
-        return self.scales_rope
 
     @property
     def layer_types(self) -> list[str]:
@@ -228,9 +188,9 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Sizes that fit together."""
         self.check_positive(
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
             "intermediate_size", "sliding_window", "num_context_states", "relative_attention_max_distance",
-            "layer_norm_epsilon", "max_position_embeddings", "logit_scale", "recurrent_num_states",
+            "layer_norm_epsilon", "logit_scale", "recurrent_num_states",
         )  # fmt: skip
         self.check_not_negative("initializer_range")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
@@ -258,22 +218,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
                 f"block_types={self.block_types}."
             )
         self._check_retrieval()
-        self._check_sink()
-        self.check_grouped_heads()
-        if self.qk_norm and self.use_qk_norm:
-            raise ValueError("use_qk_norm=True needs qk_norm=False: queries and keys have one norm.")
-        if self.rope_parameters is None:
-            self.check_relative_bias(two_sided=self.bidirectional)
-        else:
-            self.check_rope()
-
-    def _check_sink(self) -> None:
-        self.check_attention_sink()
-        if self.attention_sink is not None and (self.zero_kv_sink or self.bidirectional):
-            raise ValueError(
-                f"attention_sink={self.attention_sink!r} needs zero_kv_sink=False, which is another sink, and "
-                f"bidirectional=False; got zero_kv_sink={self.zero_kv_sink}, bidirectional={self.bidirectional}."
-            )
+        self.check_relative_bias(two_sided=self.bidirectional)
 
     def _check_retrieval(self) -> None:
         if self.retrieval_k is None:

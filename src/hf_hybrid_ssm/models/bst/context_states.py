@@ -47,12 +47,17 @@ class ContextStates(nn.Module):
     """The state-space model of a layer (`ssm_type`), and the keys and values that its outputs become.
 
     Of the configuration, `num_context_states` is S of "mf"; `ssm_input_norm` normalises the input of the state-space
-    model, and `qk_norm` or `use_qk_norm` the keys. H is here the number of key/value heads, G of the attention.
+    model, and `qk_norm` the keys.
+
+    Args:
+        num_heads: H of keys and values, which divides that of queries; the configuration's by default.
+        bias: in the maps to keys and values of "sh" and "mf".
     """
 
-    def __init__(self, config: BstConfig):
+    def __init__(self, config: BstConfig, num_heads: int | None = None, bias: bool = False):
         super().__init__()
-        hidden_size, num_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
+        hidden_size, head_dim = config.hidden_size, config.head_dim
+        num_heads = config.num_attention_heads if num_heads is None else num_heads
         eps, variant = config.layer_norm_epsilon, config.context_variant
         filters = {"sh": None, "mh": num_heads, "mf": config.num_context_states}[variant]
         self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
@@ -65,9 +70,8 @@ class ContextStates(nn.Module):
             self.k_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
             self.v_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
         else:
-            self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=config.attention_bias)
-            self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=config.attention_bias)
-        self.k_norm = RMSNorm(head_dim, eps=eps) if config.use_qk_norm else None
+            self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
+            self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         if variant == "mf":
             self.initial_context = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
@@ -187,9 +191,7 @@ class ContextStates(nn.Module):
         y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past))
         z = self.norm(y)
         shape = (u.shape[0], self.num_heads, 1, self.head_dim)
-        k, v = self.k_proj(z).view(shape), self.v_proj(z).view(shape)
-        if self.k_norm is not None:  # the kernel normalises to length 1 itself
-            k = self.k_norm(k).to(v.dtype)
+        k, v = self.normalised(self.k_proj(z).view(shape), is_step=True), self.v_proj(z).view(shape)
         y = slot_attention(queries, k, v, keys, values, past["seen"], block=True, **scales)
         return y, self._named_states(ssm, keys, values)
 
@@ -234,9 +236,11 @@ class ContextStates(nn.Module):
             flat = z.flatten(0 if self._maps_are_plain() or z.dim() < 3 else 1, -2)
             heads = (*z.shape[:-1], self.num_heads, self.head_dim)
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
-        if self.k_norm is not None:
-            return self.k_norm(keys).to(values.dtype), values  # under autocast the norm is float32
-        return (l2_normalise(keys) if self.qk_norm else keys), values
+        return self.normalised(keys), values
+
+    def normalised(self, keys: torch.Tensor, is_step: bool = False) -> torch.Tensor:
+        """Keys (..., e) as queries are compared with them; the kernel of a step makes their length 1 by itself."""
+        return l2_normalise(keys) if self.qk_norm and not is_step else keys
 
     @staticmethod
     def _named_states(ssm: MixerState | None, keys: torch.Tensor, values: torch.Tensor) -> States:

@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch Block-State Transformer (arXiv 2306.09539)."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import Cache, GenerationMixin
@@ -12,26 +10,18 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
-from hf_hybrid_ssm.layers.feed_forward import FeedForward, SwiGLU
+from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.bst.attention import (
-    ContextAttention,
-    PositionEmbeddings,
-    RecurrentAttention,
-    StateAttention,
-    WindowAttention,
-)
-from hf_hybrid_ssm.models.bst.block_grid import positions_in_documents
+from hf_hybrid_ssm.models.bst.attention import ContextAttention, RecurrentAttention, StateAttention, WindowAttention
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingAttention
-from hf_hybrid_ssm.models.cache import States, is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
@@ -42,7 +32,6 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.models.rotary import RotaryEmbedding, with_sink_rotation
 from hf_hybrid_ssm.ops.core.rows import Rows
 
 # of the states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
@@ -65,31 +54,18 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attention = _attention(config, config.block_types[layer_idx])
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        sizes, activation = (config.hidden_size, config.intermediate_size), ACT2FN[config.hidden_act]
-        self.feed_forward: nn.Module = (
-            SwiGLU(*sizes, activation) if config.gated_mlp else FeedForward(*sizes, activation, bias=False)
-        )
+        sizes = config.hidden_size, config.intermediate_size
+        self.feed_forward = FeedForward(*sizes, ACT2FN[config.hidden_act], bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward_rows(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, rows: Rows, **options: Any
-    ) -> tuple[torch.Tensor, States]:
+    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         normed = self.attention_norm(x)
-        return self.attention(self.dropout(normed) if self.training else normed, x, past, rows, **options)
+        return self.attention(self.dropout(normed) if self.training else normed, x, past, rows)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        rows: PackedRows | None = None,
-        position_embeddings: PositionEmbeddings | None = None,
-        sink_rotation: Rotation | None = None,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": rows, "cache": cache}
-        options |= {"position_embeddings": position_embeddings, "sink_rotation": sink_rotation}
-        hidden_states = hidden_states + self.forward_with_cache(hidden_states, **options)
-        y = self.feed_forward(self.feed_forward_norm(hidden_states))
-        return hidden_states + (self.dropout(y) if self.training else y)
+    def forward(self, x: torch.Tensor, rows: PackedRows | None = None, cache: Cache | None = None) -> torch.Tensor:
+        x = x + self.forward_with_cache(x, rows=rows, cache=cache)
+        y = self.feed_forward(self.feed_forward_norm(x))
+        return x + (self.dropout(y) if self.training else y)
 
 
 @auto_docstring
@@ -119,12 +95,9 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             for scale in (module.scale, module.context_scale if isinstance(module, StateAttention) else None):
                 if scale is not None:
                     init.ones_(scale)
-        elif isinstance(module, AttentionSink):
-            for parameter in module.parameters():
-                init.zeros_(parameter)
         elif isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
-            if module.bias is not None:
+            if module.bias is not None:  # of a classifier
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
@@ -140,7 +113,6 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.rotary_emb = None if config.rope_parameters is None else RotaryEmbedding(config)
         self.is_bidirectional = config.bidirectional
         # the more documents, the more blocks
         kinds, has_memory = set(config.block_types), config.retrieval_k is not None
@@ -148,36 +120,6 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.counts_documents = "block_recurrent" in kinds or is_block_by_block
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _run_layers(
-        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
-    ) -> torch.Tensor:
-        angles = self._position_embeddings(hidden_states, rows, cache)
-        return self._through_layers(hidden_states, rows, *angles, cache=cache)
-
-    def _position_embeddings(
-        self, x: torch.Tensor, rows: PackedRows, cache: Cache | None
-    ) -> tuple[PositionEmbeddings | None, Rotation | None]:
-        """Cosines and sines (B or 1, L, e) of rotary positions for rows whose real tokens come first, as layers see
-        them: of the tokens before each one in its document. Keys are held as they were rotated. Then those of a
-        constant sink."""
-        if self.rotary_emb is None:
-            return None, None
-        columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.seq_idx, None
-        for layer in () if cache is None else cache.layers:
-            if is_recurrent_state_layer(layer) and layer.states:
-                seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(x.device)  # the same in all layers
-                break
-        if seq_idx is None:
-            positions = columns.unsqueeze(0) if seen is None else columns + seen.unsqueeze(1)
-        else:
-            positions = positions_in_documents(
-                columns, torch.zeros_like(columns[:1]) if seen is None else seen, seq_idx
-            )
-        has_constant_sink = self.config.attention_sink == "constant"
-        return with_sink_rotation(
-            self.rotary_emb, x, positions, self.config.sliding_window if has_constant_sink else None
-        )
 
 
 class BstLMHead(LMHead):

@@ -7,7 +7,7 @@ context states of finished blocks, and the softmax of a token's query also cover
 import torch
 
 from hf_hybrid_ssm.models.bst.attention import ContextAttention
-from hf_hybrid_ssm.models.bst.block_attention import for_each_query, scaled_queries
+from hf_hybrid_ssm.models.bst.block_attention import scaled_queries
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
@@ -33,8 +33,8 @@ class RetrievingStates(ContextStates):
         keys, values, states = self.by_block(x, grid, past, rows)
         attended, memory = attend_with_memory(
             grid.to_blocks(scaled_queries(queries, head_scale)),
-            for_each_query(keys, queries.shape[2]),
-            for_each_query(values, queries.shape[2]),
+            keys,
+            values,
             grid,
             past or None,
             is_causal=self.variant != "mf",

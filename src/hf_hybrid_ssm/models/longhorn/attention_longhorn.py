@@ -1,5 +1,7 @@
 """The attention layers of hybrid Longhorn stacks, over all tokens or a window; the paper's models have neither."""
 
+import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,73 +10,74 @@ from torch import nn
 from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 from transformers.utils.generic import is_flash_attention_requested
 
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
-from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import served_keys
+from hf_hybrid_ssm.models.cache import holds_states, served_keys, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
+from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
-from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.models.rotary import rotated
+from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention import (
-    AttentionState,
-    Window,
-    append_to_window,
-    document_ranks,
-    local_attention,
-)
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, append_to_window, local_attention
 
-WINDOW_STATES = AttentionState._fields
-"""The names of what window attention keeps in its layer of the cache."""
-OF_WINDOW = "window_"
-"""Before these names where the layer also keeps all keys and values of other groups, under the plain names."""
-ALL_BEFORE = Window.of((None, 0))
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines (B or 1, L, head_dim) of rotary positions."""
+
+
+class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
+    """Llama's rotary positions, whose frequencies a cast of the model does not round.
+
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
+    """
+
+    float32_parameters = ("inv_freq", "original_inv_freq")
+
+    def __init__(self, config: LonghornConfig):
+        sized: Any = copy.copy(config)
+        vars(sized).setdefault("max_position_embeddings", None)  # which Llama's reads, and here may be absent
+        super().__init__(sized)
+        self.config = config
 
 
 class LonghornAttention(nn.Module):
-    """Grouped-query attention with rotary positions, for hybrid stacks."""
+    """Grouped-query attention with rotary positions to all tokens of a document."""
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        self.config, self.layer_idx = config, layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias, eps = config.attention_bias, config.layer_norm_epsilon
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Angles,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        sink_rotation: Rotation | None = None,
-        query_scale: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, L, M) → (B, L, M) and the weights, where the implementation of attention returns them."""
         if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
             hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = (x.transpose(1, 2) for x in self.heads(hidden_states, position_embeddings))
-        if query_scale is not None:
-            queries = (queries * query_scale[:, None, :, None]).to(values.dtype)
         if cache is not None:
             if (served := served_keys(cache, self.layer_idx)) is not None:
                 return self.o_proj(served.attend(queries, keys, values, scale=self.scaling)), None
@@ -82,22 +85,12 @@ class LonghornAttention(nn.Module):
         output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
         return self.o_proj(output), weights
 
-    def heads(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each (B, L, heads, head_dim)."""
-        queries, keys, values = self._projected(hidden_states)
-        return *rotated(queries, keys, position_embeddings, values.dtype), values
-
-    def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`heads`, not yet rotated."""
-        queries, keys, values = (
-            layer(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return queries, keys, values
+    def heads(self, x: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, L, heads, head_dim); in the dtype of the values, since under autocast the
+        angles are float32."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=2)
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
@@ -109,206 +102,52 @@ class LonghornAttention(nn.Module):
 
 
 class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
-    """Attention to the last `sliding_window` tokens, including the current one, and to a sink if `attention_sink` says
-    so; padding does not count.
-
-    `heads` are queries, keys and values, each (B, L, heads, head_dim), and for a sink the queries before rotation.
-    """
+    """Attention to the last `sliding_window` tokens, including the current one; padding does not count."""
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         assert config.sliding_window is not None  # `LonghornConfig` refuses such layers without it
         self.window = Window.of((config.sliding_window - 1, 0))
-        kind, groups = config.attention_sink, config.num_key_value_heads - len(config.full_groups(layer_idx))
-        sizes = {"heads": groups * self.num_key_value_groups, "groups": groups, "head_dim": self.head_dim}
-        self.sink = None if kind is None else AttentionSink(kind, **sizes)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Angles,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        sink_rotation: Rotation | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        heads = self.heads(hidden_states, position_embeddings)
-        return self.forward_with_cache(*heads, rows=rows, cache=cache, sink_rotation=sink_rotation), None
+        """As of `LonghornAttention`, without weights."""
+        return self.forward_with_cache(*self.heads(hidden_states, position_embeddings), rows=rows, cache=cache), None
 
-    def heads(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """What `forward_rows` takes."""
-        queries, keys, values = self._projected(hidden_states)
-        heads = (*rotated(queries, keys, position_embeddings, values.dtype), values)
-        return heads if self.sink is None else (*heads, queries)
-
-    def forward_rows(  # type: ignore[override]
-        self,
-        *heads: torch.Tensor,
-        past: States,
-        rows: Rows,
-        sink_rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, States]:
-        attended, states = self._attend_window(*heads, past=past, rows=rows, sink_rotation=sink_rotation)
-        return self.o_proj(attended), states
-
-    def _attend_window(
-        self, *heads: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None
-    ) -> tuple[torch.Tensor, States]:
-        """`forward_rows` before the output projection, (B, L, heads · head_dim)."""
-        queries, keys, values = (x.transpose(1, 2) for x in heads[:3])
-        is_one_document = not past and rows.documents is None
-        if is_one_document and self.sink is None and is_flash_attention_requested(self.config):
+    def forward_rows(self, *heads: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        queries, keys, values = (x.transpose(1, 2) for x in heads)
+        if not past and rows.documents is None and is_flash_attention_requested(self.config):
             # a row's only document from its start; padding comes after all tokens that look back
             output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
-            return output, self._window_after(*heads, past=past, rows=rows) if rows.return_final_state else {}
-        sink = {}
-        if self.sink is not None:
-            ranks = document_ranks(
-                queries.shape[2], seen=past.get("seen"), seq_idx=rows.seq_idx, device=queries.device
-            )
-            sink = self.sink(heads[3], ranks, **self._of_sink(sink_rotation))
+            states = self.states_after(*heads, past=past, rows=rows) if rows.return_final_state else {}
+            return self.o_proj(output), states
         output, state = local_attention(
             queries,
             keys,
             values,
             window=self.window,
             scale=self.scaling,
-            **sink,
             dropout=self.attention_dropout if self.training else 0.0,
             rows=rows,
             initial_state=AttentionState(**past) if past else None,
         )
-        return output.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
-
-    def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
-        return {
-            "left": self.window.left,
-            "scale": self.scaling,
-            "is_rotary": True,
-            "rotation": rotation,
-        }
+        return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
     def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
         """The last keys and values, without attending."""
-        return self._window_after(*heads, past=past, rows=rows)
-
-    def _window_after(self, *heads: torch.Tensor, past: States, rows: Rows) -> States:
         before = AttentionState(**past) if past else None
-        keys, values = (x.transpose(1, 2) for x in heads[1:3])
+        keys, values = (x.transpose(1, 2) for x in heads[1:])
         return append_to_window(before, keys, values, self.window.left, rows)._asdict()
 
 
-class LonghornMixedAttention(LonghornSlidingAttention):
-    """Attention some of whose key/value groups, `full_attention_groups`, see all tokens, and the others a window.
-
-    What recall needs are single groups: so a layer keeps the keys and values of all tokens for these alone. Its layer
-    of the cache holds both kinds. `heads` are queries, keys and values of the full groups, then those of the others as
-    `LonghornSlidingAttention` has them; the projections are in the order of all groups.
-    """
-
-    def __init__(self, config: LonghornConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.full_groups = config.full_groups(layer_idx)
-        self.window_groups = [group for group in range(config.num_key_value_heads) if group not in self.full_groups]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        rows: PackedRows,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        sink_rotation: Rotation | None = None,
-        query_scale: torch.Tensor | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        heads = self.heads(hidden_states, position_embeddings, query_scale)
-        return self.forward_with_cache(*heads, rows=rows, cache=cache, sink_rotation=sink_rotation), None
-
-    def heads(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        query_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """What `forward_rows` takes; `query_scale` (B or 1, L) is of full attention alone."""
-        parts = super().heads(hidden_states, position_embeddings)
-        queries, keys, values = (self._of_groups(part, self.full_groups) for part in parts[:3])
-        if query_scale is not None:
-            queries = (queries * query_scale[:, :, None, None]).to(values.dtype)
-        return queries, keys, values, *(self._of_groups(part, self.window_groups) for part in parts)
-
-    def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
-        """(B, L, heads, head_dim) → those of some key/value groups, in their order."""
-        by_group = heads.unflatten(2, (self.config.num_key_value_heads, -1)).unbind(2)
-        return torch.cat([by_group[group] for group in groups], 2)
-
-    def forward_rows(  # type: ignore[override]
-        self,
-        *heads: torch.Tensor,
-        past: States,
-        rows: Rows,
-        sink_rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, States]:
-        before, window = _full_and_window(past)
-        full, state = self._attend_all(*heads[:3], past=before, rows=rows)
-        windowed, of_window = self._attend_window(*heads[3:], past=window, rows=rows, sink_rotation=sink_rotation)
-        by_group = dict(zip(self.full_groups, full.chunk(len(self.full_groups), 2)))
-        by_group |= dict(zip(self.window_groups, windowed.chunk(len(self.window_groups), 2)))
-        output = self.o_proj(torch.cat([by_group[group] for group in sorted(by_group)], 2))
-        return output, _together(state, of_window)
-
-    def _attend_all(self, *heads: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
-        """Queries, keys and values of the full groups → (B, L, heads · head_dim), and the states after them."""
-        queries, keys, values = (x.transpose(1, 2) for x in heads)
-        if isinstance(served := past.get("keys"), ServedKeys):
-            return self._ask(served, queries, keys, values), {}
-        output, state = local_attention(
-            queries,
-            keys,
-            values,
-            window=ALL_BEFORE,
-            scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            rows=rows,
-            initial_state=AttentionState(**past) if past else None,
-        )
-        return output.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
-
-    def _ask(self, served: ServedKeys, *heads: torch.Tensor) -> torch.Tensor:
-        """`served.attend`, of as many groups in every layer, since a server's pages have one size: zeros fill up."""
-        missing = self.config.most_full_groups - len(self.full_groups)
-        counts = missing * self.num_key_value_groups, missing, missing
-        wide = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x, more in zip(heads, counts))
-        return served.attend(*wide, scale=self.scaling)[..., : heads[0].shape[1] * self.head_dim]
-
-    def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
-        before, window = _full_and_window(past)
-        keys, values = (x.transpose(1, 2) for x in heads[1:3])
-        state = append_to_window(AttentionState(**before) if before else None, keys, values, rows.capacity, rows)
-        return _together(state._asdict(), self._window_after(*heads[3:], past=window, rows=rows))
-
-
-def _together(full: States, window: States) -> States:
-    """The states of both kinds of groups, for one layer of the cache."""
-    return full | {OF_WINDOW + name: state for name, state in window.items()}
-
-
-def _full_and_window(states: States) -> tuple[States, States]:
-    """The inverse of `_together`."""
-    full = {name: state for name, state in states.items() if not name.startswith(OF_WINDOW)}
-    return full, {name.removeprefix(OF_WINDOW): state for name, state in states.items() if name not in full}
-
-
-def temperature(config: LonghornConfig, position_ids: torch.Tensor) -> torch.Tensor:
-    """What full attention's queries at the positions (B or 1, L) are multiplied by, float32: 1 + a · log(1 + ⌊(p + 1)
-    / f⌋) with `attn_scale` a and `floor_scale` f, as in Llama 4."""
-    assert config.floor_scale is not None  # a configuration with an `attn_scale` has it
-    passed = torch.floor((position_ids + 1).float() / config.floor_scale)
-    return 1 + config.attn_scale * torch.log1p(passed)
+ATTENTION = {"sliding_attention": LonghornSlidingAttention, "full_attention": LonghornAttention}
 
 
 def _has_begun(
@@ -359,3 +198,25 @@ def attention_masks(
         # ONNX Runtime fills no boolean tensors
         mask = mask & own if mask.dtype == torch.bool else mask.masked_fill(~own, torch.finfo(mask.dtype).min)
     return {"full_attention": mask}
+
+
+@by_both_cache_names
+def masks_for_generate(
+    config, inputs_embeds, attention_mask, cache, position_ids=None, is_first_iteration=False, **kwargs
+) -> dict:
+    """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended."""
+    rows = resolve_packing(
+        inputs_embeds.shape[:2],
+        tokens_and_packing_state(cache),
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        continues_documents=not is_first_iteration,
+        needs_starts=True,
+        keeps_padding=True,
+        has_states=holds_states(cache),
+    )
+    rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
+    padding = CausalLMHead.create_masks_for_generate(
+        config, inputs_embeds, attention_mask, cache, is_first_iteration=is_first_iteration
+    )
+    return attention_masks(config, inputs_embeds, rows, cache) | padding

@@ -13,8 +13,6 @@ from transformers.modeling_rope_utils import RopeParameters
 from hf_hybrid_ssm.models.configuration import (
     DERIVED,
     GPT2_END_OF_TEXT,
-    MIXED_ATTENTION_LAYER_TYPE,
-    STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
     AbsentWhenNone,
@@ -24,14 +22,8 @@ from hf_hybrid_ssm.models.configuration import (
 )
 
 # The cache layers of blocks that keep states; full attention keeps transformers' own name and cache layer.
-CACHE_LAYER_TYPES = {
-    "linear_attention": STATE_LAYER_TYPE,
-    "sliding_attention": WINDOW_LAYER_TYPE,
-    "hybrid_sliding": STATE_AND_WINDOW_LAYER_TYPE,
-    "mixed_attention": MIXED_ATTENTION_LAYER_TYPE,
-}
-BLOCK_TYPES = ("linear_attention", "sliding_attention", "hybrid_sliding", "mixed_attention", "full_attention")
-WINDOW_BLOCK_TYPES = ("sliding_attention", "hybrid_sliding", "mixed_attention")
+CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
+BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
 
 @strict
@@ -45,17 +37,11 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         num_hidden_layers (`int`, *optional*, defaults to 24): Number of layers, twice a transformer's of equal depth.
         state_size (`int`, *optional*, defaults to 16): Size N of keys, queries and of each channel's predictor.
         expand (`int`, *optional*, defaults to 2): Channels inside the block, as a multiple of `hidden_size`.
-        num_heads (`int`, *optional*, defaults to 1): Groups of consecutive channels, each with keys and queries of
-            `state_size` numbers of its own; one, as in the paper, shares them among all channels.
         conv_kernel (`int`, *optional*, defaults to 4): Width K of the short causal convolution.
         time_step_rank (`int` or `str`, *optional*, defaults to `"auto"`): Rank of the projection to the step size
             (the logit of beta); `"auto"` is `ceil(hidden_size / 16)`.
         use_bias (`bool`, *optional*, defaults to `False`): Bias in the input and output projections.
         use_conv_bias (`bool`, *optional*, defaults to `True`): Bias in the short convolution.
-        use_qk_proj (`bool`, *optional*, defaults to `False`): Project the scan's keys and queries from the block's
-            input, as attention does, instead of from the convolved channels; with `use_qk_norm` they have its norms.
-        use_rope_in_mixer (`bool`, *optional*, defaults to `False`): Rotate the scan's keys and queries by their
-            positions, as attention does; `state_size` must then be `head_dim`.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the RMSNorms.
         residual_in_fp32 (`bool`, *optional*, defaults to `True`): Keep the residual stream in float32.
         rescale_prenorm_residual (`bool`, *optional*, defaults to `True`): Scale the initial output projections by
@@ -66,22 +52,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
         block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
-            `"sliding_attention"`, `"hybrid_sliding"` (both side by side: they read the same normed input, and their
-            outputs are added), `"full_attention"` or `"mixed_attention"` (full in some key/value groups, sliding in
-            the others). All Longhorn by default. Also accepted under the name `layer_types`.
-        full_attention_groups (`list[list[int]]`, *optional*): One list for each layer: the key/value groups of a
-            `"mixed_attention"` layer that attend to all tokens, some but not all of `num_key_value_heads`; empty for
-            the other layers. None where no layer is of that type.
+            `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
+            `layer_types`.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens that sliding attention sees, including the
             current one.
-        attention_sink (`str`, *optional*): A sink of sliding attention: `"constant"` (a learned key and value for each
-            key/value head, in the place of a first token that the window has left) or `"scalar"` (a learned logit for
-            each head, of value 0, as in gpt-oss); none by default.
-        attn_scale (`float`, *optional*, defaults to 0.0): Full attention's temperature by position, as in Llama 4: the
-            query at position p is multiplied by `1 + attn_scale * log(1 + floor((p + 1) / floor_scale))`, so that few
-            layers with full attention still find one token among many. 0.0: it is as it was.
-        floor_scale (`int`, *optional*): Positions below `floor_scale - 1` keep their queries; by default
-            `sliding_window + 1`: what a window sees whole stays as it was. None where `attn_scale` is 0.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
@@ -89,17 +63,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers; no
             `rope_type` that follows from the length of a text (`"dynamic"`, `"longrope"`).
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
-        window_dropout (`float`, *optional*, defaults to 0.0): In training, the probability that a row does not get the
-            output of a `"hybrid_sliding"` layer's window, so that the mixer beside it learns what the window would
-            leave it no reason to. What is kept is not scaled: it is what the layer computes afterwards.
-        attention_bias (`bool`, *optional*, defaults to `False`): Bias in the projections of the attention layers.
-        use_qk_norm (`bool`, *optional*, defaults to `False`): RMSNorm of each head's queries and keys before the
-            rotation, as in Qwen3.
         mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in
             the paper.
         max_position_embeddings (`int`, *optional*): Training length of layers whose rotary positions have no bound
-            (full attention, rotary keys in the scan) or are scaled, 2048 by default. Nothing limits the others, which
-            have no such attribute.
+            (full attention) or are scaled, 2048 by default. Nothing limits the others, which have no such attribute.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; the last two GPT-2's end of text
             by default, if the vocabulary has it.
 
@@ -116,8 +83,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.mixer.in_proj": "colwise_gather_output",
         "layers.*.mixer.x_proj": "rowwise_split_input",
         "layers.*.mixer.dt_proj": "colwise_gather_output",
-        "layers.*.mixer.q_proj": "colwise_gather_output",
-        "layers.*.mixer.k_proj": "colwise_gather_output",
         "layers.*.mixer.out_proj": "rowwise_split_input",
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -145,9 +110,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "num_attention_heads": lambda config: config.hidden_size // 64 if config.hidden_size % 64 == 0 else 1,
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.hidden_size // max(config.num_attention_heads, 1),
-        "floor_scale": lambda config: (
-            config.sliding_window + 1 if config.attn_scale and config.sliding_window else None
-        ),
         "max_position_embeddings": lambda config: 2048 if config.limits_positions else None,
         "bos_token_id": gpt2_end_of_text,
         "eos_token_id": gpt2_end_of_text,
@@ -158,13 +120,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     num_hidden_layers: int = 24
     state_size: int = 16
     expand: int = 2
-    num_heads: int = 1
     conv_kernel: int = 4
     time_step_rank: int | str = "auto"
     use_bias: bool = False
     use_conv_bias: bool = True
-    use_qk_proj: bool = False
-    use_rope_in_mixer: bool = False
     layer_norm_epsilon: float = 1e-5
     residual_in_fp32: bool = True
     rescale_prenorm_residual: bool = True
@@ -173,19 +132,12 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
     block_types: Derived[list[str]] = DERIVED
-    full_attention_groups: list[list[int]] | None = None
     sliding_window: int | None = 2048
-    attention_sink: str | None = None
-    attn_scale: float | int = 0.0
-    floor_scale: int | None = None
     num_attention_heads: Derived[int] = DERIVED
     num_key_value_heads: Derived[int] = DERIVED
     head_dim: Derived[int] = DERIVED
     rope_parameters: RopeParameters | dict | None = None
     attention_dropout: float | int = 0.0
-    window_dropout: float | int = 0.0
-    attention_bias: bool = False
-    use_qk_norm: bool = False
     mlp_intermediate_size: int | None = None
     max_position_embeddings: int | None = AbsentWhenNone()  # type: ignore[assignment]
     pad_token_id: int | None = None
@@ -222,29 +174,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         return any(block_type != "linear_attention" for block_type in self.block_types)
 
     @property
-    def has_positions(self) -> bool:
-        """Whether some layer rotates by the positions of tokens."""
-        return self.has_attention or self.use_rope_in_mixer
-
-    @property
     def limits_positions(self) -> bool:
         """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
-        return self.use_rope_in_mixer or self.has_full_attention or self.scales_rope
-
-    @property
-    def has_full_attention(self) -> bool:
-        """Whether some layer attends to all tokens, in all key/value groups or in some."""
-        return any(block_type in ("full_attention", "mixed_attention") for block_type in self.block_types)
-
-    def full_groups(self, layer_idx: int) -> list[int]:
-        """The key/value groups of a layer that attend to all tokens while others of it have a window."""
-        return [] if self.full_attention_groups is None else self.full_attention_groups[layer_idx]
-
-    @property
-    def most_full_groups(self) -> int:
-        """The key/value groups that attend to all tokens in the layer that has most of them."""
-        whole = [self.num_key_value_heads] * ("full_attention" in self.block_types)
-        return max([*whole, *map(len, self.full_attention_groups or [])], default=0)
+        return "full_attention" in self.block_types or self.scales_rope
 
     @property
     def intermediate_size(self) -> int:
@@ -263,81 +195,21 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     def validate_architecture(self):
         """Sizes that fit together."""
         self.check_positive(
-            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "num_heads",
-            "conv_kernel", "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings", "floor_scale",
+            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel",
+            "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
         )  # fmt: skip
-        self.check_not_negative("initializer_range", "attn_scale")
-        self.check_dropout("attention_dropout", "window_dropout")
-        if self.intermediate_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must divide the {self.intermediate_size} channels of a block (expand * "
-                "hidden_size)."
-            )
+        self.check_not_negative("initializer_range")
+        self.check_dropout("attention_dropout")
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
-        self.check_attention_sink()
-        if self.attention_sink is not None and not any(kind in WINDOW_BLOCK_TYPES for kind in self.block_types):
-            raise ValueError(
-                f"attention_sink={self.attention_sink!r} needs sliding attention, which no layer has: block_types="
-                f"{self.block_types}."
-            )
-        self._check_temperature()
         if self.has_attention:
             self._check_attention()
-        self._check_groups()
-        if self.use_rope_in_mixer and self.state_size != self.head_dim:
-            raise ValueError(
-                f"use_rope_in_mixer=True rotates keys of head_dim={self.head_dim} numbers, but state_size="
-                f"{self.state_size}: make them equal."
-            )
-        if self.has_positions:
             self.check_rope()
 
     def validate_rope(self):
         """As in transformers, where there is something to rotate."""
-        if self.has_positions:
+        if self.has_attention:
             super().validate_rope()
-
-    def _check_temperature(self) -> None:
-        if self.attn_scale and not self.has_full_attention:
-            raise ValueError(
-                f"attn_scale={self.attn_scale} is of full attention, which no layer has: block_types="
-                f"{self.block_types}."
-            )
-        if bool(self.attn_scale) != (self.floor_scale is not None):
-            raise ValueError(
-                f"attn_scale={self.attn_scale} with floor_scale={self.floor_scale}: give both, or neither."
-            )
-
-    def _check_groups(self) -> None:
-        """`full_attention_groups` must say which groups of each "mixed_attention" layer are full."""
-        if self.full_attention_groups is None:
-            if "mixed_attention" in self.block_types:
-                raise ValueError(
-                    'full_attention_groups=None, but block_types has "mixed_attention" layers: give for each the '
-                    "key/value groups that attend to all tokens."
-                )
-            return
-        if len(self.full_attention_groups) != len(self.block_types):
-            raise ValueError(
-                f"full_attention_groups has {len(self.full_attention_groups)} lists, but there are "
-                f"{len(self.block_types)} layers: give one for each, empty where a layer is not "
-                '"mixed_attention".'
-            )
-        for index, (kind, groups) in enumerate(zip(self.block_types, self.full_attention_groups)):
-            if kind != "mixed_attention":
-                if groups:
-                    raise ValueError(
-                        f'full_attention_groups[{index}]={groups} is for a "mixed_attention" layer, but layer {index} '
-                        f'is "{kind}".'
-                    )
-                continue
-            known, count = set(range(self.num_key_value_heads)), len(groups)
-            if not set(groups) <= known or groups != sorted(set(groups)) or not 0 < count < len(known):
-                raise ValueError(
-                    f"full_attention_groups[{index}]={groups} must be some but not all of the key/value groups "
-                    f"(num_key_value_heads={self.num_key_value_heads}), counted from 0, in ascending order."
-                )
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -349,9 +221,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"{self.num_attention_heads}: heads of {size} channels would leave out {rest}. Choose another number, "
                 "or another head_dim."
             )
-        slides = [kind for kind in WINDOW_BLOCK_TYPES if kind in self.block_types]
-        if slides and self.sliding_window is None:
-            raise ValueError(f'sliding_window=None, but block_types has "{slides[0]}" layers: give their window.')
+        if self.sliding_window is None and "sliding_attention" in self.block_types:
+            raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
 
 
 __all__ = ["LonghornConfig"]

@@ -7,8 +7,6 @@ from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets, Shapes, u
 
 def _layer_kinds(config: Any) -> list[str]:
     words = {"linear_attention": "Longhorn", "sliding_attention": "window attention"}
-    words["hybrid_sliding"] = "Longhorn beside window attention"
-    words["mixed_attention"] = "full attention in some heads, window attention in the others"
     return [words.get(kind, "full attention") for kind in config.block_types]
 
 

@@ -30,10 +30,19 @@ class PagedState:
 
 class Attend(Protocol):
     """A server's attention: it keeps the keys and values (B, G, L, E) of the next tokens, and gives what their queries
-    (B, H, L, E) find among all so far, (B, L, H · E). Logits are scale · q·k + bias(i - j), the bias (H, R)."""
+    (B, H, L, E) find among all so far, (B, L, H · E). Logits are scale · q·k + bias(i - j), the bias (H, R); perhaps
+    they are capped, or have a column more, `s_aux` (H,). A server refuses what it does not have."""
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
     ) -> Tensor: ...
 
 
