@@ -439,6 +439,7 @@ def upcycling_kinds(figures: dict) -> str:
         name: {int(length): each for length, each in found["answers"].items()} for name, found in models.items()
     }
     table = kinds_table(answers)
+    narrow = 1 + 2 * len(answers["teacher"])  # without a column for each kind
     parts = list(models["teacher"].get("loss", {"mean": ()})["mean"])[-2:]
     rows = [
         [
@@ -449,7 +450,7 @@ def upcycling_kinds(figures: dict) -> str:
         for row, found in zip(table.rows, models.values(), strict=True)
     ]
     losses = [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
-    return markdown_table([*table.columns, *losses, "cache at 65,536, MiB"], rows)
+    return markdown_table([*table.columns[:narrow], *losses, "cache at 65,536, MiB"], rows)
 
 
 def upcycling_grid(figures: dict) -> str:
