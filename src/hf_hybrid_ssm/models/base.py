@@ -37,8 +37,6 @@ from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
-HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
-OF_HEADS = ("architectures", "dtype", "id2label", "label2id", "num_labels", "problem_type", "_name_or_path")
 
 # here, so that exported code, which does not import the package, does not warn
 warn_of_untested_transformers(transformers.__version__)
@@ -195,8 +193,8 @@ class HybridPreTrainedModel(PreTrainedModel):
                 or a GGUF file; by default what `HF_HYBRID_SSM_TEACHER` says.
 
         Raises:
-            ValueError: names the file; or the teacher of a delta is not given, or is another one; or a weight of the
-                layers is not in the checkpoint, which is damaged, or none, and it holds another stack.
+            ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
+                layers is in the checkpoint, which holds another stack.
         """
         if CONNECTIONS.delta_arguments is not None:
             if (arguments := CONNECTIONS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
@@ -213,12 +211,11 @@ class HybridPreTrainedModel(PreTrainedModel):
         tells = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
-            model._refuse_to_be_new(pretrained_model_name_or_path, info["missing_keys"], kwargs)
+            model._refuse_to_be_new(pretrained_model_name_or_path, info["missing_keys"])
         return (model, info) if tells else model
 
-    def _refuse_to_be_new(self, source: Any, missing: set[str], options: dict[str, Any]) -> None:
-        """A ValueError if nothing of the layers and embeddings came from the checkpoint, which is of another stack, or
-        if it lacks some of them, though the model is configured as it is saved.
+    def _refuse_to_be_new(self, source: Any, missing: set[str]) -> None:
+        """A ValueError if nothing of the layers and embeddings came from the checkpoint, which is of another stack.
 
         A new head on layers that were loaded is what fine-tuning begins with.
         """
@@ -232,18 +229,6 @@ class HybridPreTrainedModel(PreTrainedModel):
                 f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
                 f"which would be random: load it as a {holds}, or make a new model with from_config."
             )
-        if (lost := sorted(wanted & set(missing))) and self._is_as_saved(source, options):
-            raise ValueError(
-                f"{str(source)!r} lacks {lost[0]}, which a {type(self).__name__} has, and {len(lost) - 1} more of its "
-                f"{len(wanted)} tensors below the head, which would be random: the checkpoint is not whole."
-            )
-
-    def _is_as_saved(self, source: Any, options: dict[str, Any]) -> bool:
-        """Whether the configuration is that of the checkpoint, but for the head and the dtype."""
-        of_hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-        saved = type(self.config).from_pretrained(source, **of_hub).to_dict()
-        own = self.config.to_dict()
-        return all(own.get(name) == value for name, value in saved.items() if name not in OF_HEADS)
 
     # -- saving with code ---------------------------------------------------------------------------------------
 
