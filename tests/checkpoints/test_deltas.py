@@ -35,7 +35,7 @@ def test_every_file_is_the_one_that_was_published(folder):
 @named
 def test_it_holds_the_sinks_of_its_windows_alone(folder):
     config, tensors = config_of_folder(folder), load_file(folder / "delta.safetensors")
-    windows = [index for index, kind in enumerate(config.block_types) if kind == "sliding_attention"]
+    windows = [index for index, layer in enumerate(config.plan.layers) if layer.is_windowed]
     sinks = {f"model.layers.{index}.self_attn.sink.{part}" for index in windows for part in ("key", "value")}
     assert set(tensors) == sinks
     shape = (config.num_key_value_heads, config.head_dim)

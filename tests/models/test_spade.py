@@ -546,7 +546,6 @@ def test_auto_classes(tmp_path):
         (SpadeConfig, {"adaptive_cutoffs": [20], "tie_word_embeddings": False}, "tie_word_embeddings"),
         (SpadeSeq2SeqConfig, {"decoder_ssm_layers": [9], "num_decoder_layers": 2}, "decoder_ssm_layers"),
         (SpadeSeq2SeqConfig, {"decoder_attention_type": "none"}, "decoder_attention_type"),
-        (SpadeSeq2SeqConfig, {"adaptive_cutoffs": [20, 40]}, r"adaptive_cutoffs=\[20, 40\] is no longer an option"),
     ],
 )
 def test_bad_configurations(config_class, fields, message):

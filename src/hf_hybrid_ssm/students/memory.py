@@ -64,7 +64,10 @@ class HeadMixer(LonghornMixer):
     ) -> tuple[torch.Tensor, States]:
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x, conv = self.conv1d(x, rows, past.get("conv"))
-        k, q = self._heads(self.k_proj, self.k_norm, u, angles), self._heads(self.q_proj, self.q_norm, u, angles)
+        k, q = (
+            self._heads(projection, norm, u, angles).to(x.dtype)  # under autocast a norm gives float32
+            for projection, norm in ((self.k_proj, self.k_norm), (self.q_proj, self.q_norm))
+        )
         y, scan = longhorn_scan(
             x,
             self.dt_proj(self.x_proj(x)),
@@ -87,8 +90,7 @@ class HeadMixer(LonghornMixer):
         heads = heads if norm is None else norm(heads)
         if not angles:
             return heads
-        turned = rotated(self.rotate, heads.transpose(1, 2), (angles[0], angles[1]), self.turned)
-        return turned.transpose(1, 2).to(u.dtype)
+        return rotated(self.rotate, heads.transpose(1, 2), (angles[0], angles[1]), self.turned).transpose(1, 2)
 
 
 class GroupedContextStates(ContextStates):
