@@ -75,6 +75,7 @@ CONTENTS = {
     "docs/fine_tuning": {"": ["classification", "summarization"]},
     "docs/training": {"": ["scaling"]},
     "docs/sharing": {"": ["onnx"]},
+    "docs/upcycling": {"": ["upcycling_tables"]},
     "docs/experiments": {
         "": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]
     },

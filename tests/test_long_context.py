@@ -5,11 +5,12 @@ import mmap
 import os
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from _lib.plotting import finish
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import long_context, long_context_torch, plots
 from benchmarks.long_context_models import STUDENTS, TEACHER, make_folders, student_of
@@ -22,6 +23,7 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from tests.recipes.test_plotting import check
 from tests.upcycle.teacher_files import write_gguf
 
+ROOT = Path(__file__).parents[1]
 LAYERS, LENGTH = 8, 1100
 REQUEST = {"steps": 1, "rounds": 1, "seconds": 1.0}
 OPTIONS = ["--steps", "1", "--rounds", "1", "--threads", "1"]
@@ -44,6 +46,7 @@ def model_of(name):
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("teacher")
     teacher().save_pretrained(place)
+    AutoTokenizer.from_pretrained(ROOT / "checkpoints/longhorn-books").save_pretrained(place)
     return place
 
 

@@ -199,7 +199,7 @@ def language_model(variant: str, wide: bool = False) -> PreTrainedModel:
     # a decoder hears its encoder through maps that start near nothing
     scale = 6.0 if config.is_encoder_decoder else 1.5
     for name, parameter in model.named_parameters():
-        if "sink" in name or (".memory." in name and not parameter.any()):  # which start at 0
+        if "sink" in name or (config.model_type == STUDENTS and ".memory." in name and not parameter.any()):  # from 0
             parameter.data.normal_()
         elif parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in name:
             parameter.data.mul_(scale)

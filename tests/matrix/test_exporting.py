@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, fit_cache, is_recurrent_state_layer
 from hf_hybrid_ssm.ops.core import dispatch
 from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
@@ -89,6 +89,7 @@ class Step(torch.nn.Module):
 def _filled(like: Cache, config: PreTrainedConfig, states: list[torch.Tensor], seen: torch.Tensor | int) -> Cache:
     """A cache like another that takes its states from the list."""
     cache = DynamicCache(config=config)
+    fit_cache(cache, config)
     for layer, other in zip(cache.layers, like.layers):
         if is_recurrent_state_layer(layer):
             layer.states = {name: states.pop(0) for name in other.states}
