@@ -443,7 +443,7 @@ def upcycling_kinds(figures: dict) -> str:
     parts = list(models["teacher"].get("loss", {"mean": ()})["mean"])[-2:]
     rows = [
         [
-            *row,
+            *row[:narrow],
             *(f"{found['loss']['mean'][part]:.3f}" for part in parts),
             f"{found['cache_bytes']['65536'] / 2**20:,.0f}",
         ]

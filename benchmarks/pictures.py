@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.table_text import load
+from hf_hybrid_ssm.evaluation.intervals import wilson_interval
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import shared_answers
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 CACHE_LENGTH = "65536"
@@ -40,6 +42,29 @@ def students() -> Figure:
     )
     grouped_bars(axes, list(models), rows)
     _as_bars(axes, f"needles found (%); MiB of cache at {int(CACHE_LENGTH):,} tokens")
+    axes.set_xlim(0, 103)
+    return figure
+
+
+def kinds() -> Figure:
+    """Facts of kinds that nothing was chosen by that students find, of those that their teacher finds, and caches."""
+    found = {
+        f"{name}: {model['cache_bytes'][CACHE_LENGTH] / 2**20:,.0f} MiB": model["answers"]
+        for name, model in load("upcycling_kinds")["models"].items()
+    }
+    (teacher, own), *_ = found.items()
+    rows: dict[str, Rows] = {}
+    for length, its in own.items():
+        counts = [shared_answers(answers[length], its) for answers in found.values()]
+        shares = [right / count for right, count in counts]
+        bounds = [(0, 0) if name == teacher else wilson_interval(*each) for name, each in zip(found, counts)]
+        lows = [0 if name == teacher else share - low for name, share, (low, _) in zip(found, shares, bounds)]
+        highs = [0 if name == teacher else high - share for name, share, (_, high) in zip(found, shares, bounds)]
+        rows[f"in {int(length):,} tokens"] = shares, lows, highs
+    title = "What does a student recall that it was not chosen by?"
+    figure, (axes,) = panels(title, height=1.4 + 0.45 * len(found))
+    grouped_bars(axes, list(found), rows)
+    _as_bars(axes, f"of the facts that the teacher finds (%); MiB of cache at {int(CACHE_LENGTH):,} tokens")
     axes.set_xlim(0, 103)
     return figure
 

@@ -106,6 +106,7 @@ FIGURES = {
     "streaming": pictures.streaming,
     "upcycling_controls": pictures.upcycling_controls,
     "upcycling_grid_256": pictures.kept_layers,
+    "upcycling_kinds": pictures.kinds,
     "upcycling_positions": pictures.loss_by_position,
     "upcycling_report": pictures.students,
 }

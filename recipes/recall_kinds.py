@@ -28,11 +28,8 @@ from hf_hybrid_ssm.evaluation import loss_by_position, mean_by_position
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_OUT
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import answers_of, kinds_table
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText, real_texts
-from hf_hybrid_ssm.planning.measurement import decoding_state_bytes
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig
-from hf_hybrid_ssm.students.initial import student_config
-from hf_hybrid_ssm.students.teacher import attention_layers
 from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
+from hf_hybrid_ssm.upcycle.measurements import cache_bytes
 
 TEACHER = "teacher"
 
@@ -104,12 +101,7 @@ def _judge(
         return {"mean": {part: sum(text[part] for text in each) / len(each) for part in each[0]}, "by_text": each}
 
     def cache() -> dict[str, int]:
-        is_student = isinstance(model.config, HybridStudentConfig)
-        config = model.config if is_student else student_config(model.config, sorted(attention_layers(model.config)))
-        return {
-            str(length): decoding_state_bytes(config, length, "bfloat16", "torch")
-            for length in arguments.cache_lengths
-        }
+        return {str(length): cache_bytes(model.config, length, "bfloat16") for length in arguments.cache_lengths}
 
     found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
     for length, several in texts.items():
