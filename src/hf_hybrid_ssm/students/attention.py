@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -323,4 +323,13 @@ def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = Non
     padding = options.get("attention_mask")
     if padding is not None and not can_read_values(padding):  # which is looked at to leave the mask out
         options["allow_is_causal_skip"] = False
+    if padding is None and local_size is None and _is_whole(options):
+        # where positions cannot be read, transformers takes every row for a packed one: `Forward` knows the documents
+        options |= {"mask_function": causal_mask_function, "allow_is_causal_skip": True}
     return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, config=config, local_size=local_size, **options)
+
+
+def _is_whole(options: dict[str, Any]) -> bool:
+    """Whether the mask is of all tokens to all, without a cache, and a teacher adds nothing to what is causal."""
+    offset, length = options.get("q_offset"), options.get("q_length")
+    return offset == 0 and length == options.get("kv_length") and not options.get("use_vmap", True)

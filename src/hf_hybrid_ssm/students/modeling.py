@@ -22,7 +22,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils.generic import merge_with_config_defaults
 
-from hf_hybrid_ssm.models.base import HybridPreTrainedModel, WithoutContinuousBatching
+from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel, WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
     FITTERS,
     capacity_of,
@@ -64,6 +64,8 @@ KEPT = (
     "_supports_sdpa",
 )
 """Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+"""Styles of tensor parallelism of a teacher's attention, and those of a student's."""
 FITTERS[HybridStudentConfig.model_type] = fit_student_cache
 
 
@@ -187,6 +189,14 @@ class HybridStudentModel(StudentMixin):
         rotary = getattr(self, "rotary_emb", None)
         is_told = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         return self.config.layer_types[index] if is_told else None
+
+    def init_parallel_plans(self) -> None:
+        """Groups, sinks and memories are counted over all heads: the heads of attention are gathered first."""
+        super().init_parallel_plans()
+        layers = attention_layers(self.config, self.config.teacher_type).values()
+        attention = tuple({f"{LAYER_NUMBER.sub('*', layer.name)}." for layer in layers})
+        of_attention = {rule: style for rule, style in self.tp_plan.items() if rule.startswith(attention)}
+        self._tp_plan |= {rule: GATHERED.get(style, style) for rule, style in of_attention.items()}
 
     @merge_with_config_defaults
     @by_both_cache_names
