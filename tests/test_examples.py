@@ -4,11 +4,14 @@ import csv
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests import processes
 from tests.test_readme import can_serve
@@ -110,3 +113,18 @@ def test_embeddings(tmp_path):
 
 def test_longhorn_layer():
     assert "the model says" in run("longhorn_layer.py", "--steps", 2)
+
+
+def test_student_chats(tmp_path):
+    """Of a tiny teacher with the tokenizer and the chat template of a committed checkpoint."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "longhorn-books")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    short = ["--keep", "1", "--keep-by", "even", "--window", "16", "--tokens", "4"]
+    command = [sys.executable, EXAMPLES / "student.py", tmp_path / "teacher", tmp_path / "out", *short]
+    said = "Hello there.\nAnd then?\n"
+    done = subprocess.run(list(map(str, command)), input=said, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("> ") == 3 and (tmp_path / "out/model.safetensors").is_file()
