@@ -15,6 +15,7 @@ TENSOR = [
     "longhorn",
     "longhorn hybrid",
     "student",
+    "student with a mixer",
     "spade",
     "bst mh",
     "bst mf",
@@ -22,7 +23,7 @@ TENSOR = [
     "lmu_isa global",
     "spade_seq2seq",
 ]
-PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa", "spade chunk"]
+PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa", "spade chunk", "student", "student with a mixer"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

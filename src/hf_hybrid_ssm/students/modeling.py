@@ -196,7 +196,7 @@ class HybridStudentModel(StudentMixin):
         layers = attention_layers(self.config, self.config.teacher_type).values()
         attention = tuple({f"{LAYER_NUMBER.sub('*', layer.name)}." for layer in layers})
         of_attention = {rule: style for rule, style in self.tp_plan.items() if rule.startswith(attention)}
-        self._tp_plan |= {rule: GATHERED.get(style, style) for rule, style in of_attention.items()}
+        self._tp_plan = self.tp_plan | {rule: GATHERED.get(style, style) for rule, style in of_attention.items()}
 
     @merge_with_config_defaults
     @by_both_cache_names
