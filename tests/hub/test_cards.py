@@ -220,7 +220,7 @@ def test_a_state_of_one_size_is_told_only_of_such_models(variant):
         assert told == (growing_layers(language_model(variant)) == [])
 
 
-STATES = ("linear_attention", "hybrid_sliding", "bst", "block_recurrent")
+STATES = ("linear_attention", "bst", "block_recurrent")
 
 
 @pytest.mark.parametrize("variant", OF_FAMILIES)

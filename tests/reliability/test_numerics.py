@@ -126,11 +126,7 @@ def deep(variant: str, layers: int) -> PreTrainedModel:
     _, own = EVERY[variant]
     fields: dict = {"num_hidden_layers": layers}
     if own.get("block_types") is not None:
-        fields |= {
-            name: list(itertools.islice(itertools.cycle(own[name]), layers))
-            for name in ("block_types", "full_attention_groups")
-            if own.get(name) is not None
-        }
+        fields["block_types"] = list(itertools.islice(itertools.cycle(own["block_types"]), layers))
     elif own.get("ssm_layers") == BST["ssm_layers"]:
         fields["ssm_layers"] = list(range(0, layers, 2))
     if "num_decoder_layers" in own:
