@@ -365,6 +365,7 @@ TABLES = {
     "upcycling_groups": upcycling_report,
     "upcycling_long": upcycling_report,
     "upcycling_kinds": upcycling_kinds,
+    "upcycling_gemma": upcycling_kinds,
     "upcycling_sinks": upcycling_losses,
     "upcycling_teacher": upcycling_teacher,
     "upcycling_grid_128": upcycling_grid,

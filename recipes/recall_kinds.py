@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.documents import documents_of_files, paths_of, token_ids
+from _lib.documents import documents_of_files, paths_of
 from _lib.entry import start
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import say, write_figures
@@ -118,7 +118,7 @@ def _loss_texts(arguments: RecallKindsArguments, tokenizer: Any) -> list[torch.T
         return []
     texts, length = [], arguments.edges[-1]
     for document in documents_of_files(arguments.loss_files):
-        ids = token_ids([document["text"]], tokenizer)[0][:length]
+        ids = tokenizer(document["text"])["input_ids"][:length]  # with a begin token where it has one
         if len(ids) == length:
             texts.append(torch.tensor([ids]))
         if len(texts) == arguments.loss_texts:
