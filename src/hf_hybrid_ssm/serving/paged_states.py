@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import prepare_cache, state_layer
@@ -19,6 +18,7 @@ from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
 from hf_hybrid_ssm.ops.core.pages import Attend
 from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, hold_served, state_layout
+from hf_hybrid_ssm.students.outputs import MoeModelOutputWithCache
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
 MOST_PADDING = 0.25  # columns of padding for each token of a rectangle
@@ -206,7 +206,7 @@ class PagedModel:
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(N, D) of `forward` → (N, V), by the model's own head and what its forward does around it."""
         base = self.model.base_model
-        base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_states.unsqueeze(0))
+        base.forward = lambda *_, **__: MoeModelOutputWithCache(last_hidden_state=hidden_states.unsqueeze(0))
         try:
             return self.model(input_ids=None, use_cache=False).logits[0]
         finally:
