@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -100,7 +101,9 @@ def test_serve_and_call():
     if not can_serve():
         pytest.skip("fastapi, uvicorn or openai not installed")
     port = processes.free_port()
-    run("serve_and_call.py", CHECKPOINTS / "longhorn-books", "Hello", "--port", port, "--tokens", 4)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of this environment
+    options = {"env": os.environ | {"PATH": programs}}
+    run("serve_and_call.py", CHECKPOINTS / "longhorn-books", "Hello", "--port", port, "--tokens", 4, **options)
 
 
 def test_embeddings(tmp_path):
