@@ -18,7 +18,7 @@ from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
 from hf_hybrid_ssm.ops.core.pages import Attend
 from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, hold_served, state_layout
-from hf_hybrid_ssm.students.outputs import MoeModelOutputWithCache
+from hf_hybrid_ssm.students.outputs import logits_of
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
 MOST_PADDING = 0.25  # columns of padding for each token of a rectangle
@@ -205,12 +205,7 @@ class PagedModel:
     @torch.no_grad()
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(N, D) of `forward` → (N, V), by the model's own head and what its forward does around it."""
-        base = self.model.base_model
-        base.forward = lambda *_, **__: MoeModelOutputWithCache(last_hidden_state=hidden_states.unsqueeze(0))
-        try:
-            return self.model(input_ids=None, use_cache=False).logits[0]
-        finally:
-            del base.forward
+        return logits_of(self.model, hidden_states.unsqueeze(0))[0]
 
     def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
         """The requests in groups that are run together: single tokens that go on, then the others by length.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -37,6 +38,24 @@ def by_both_names(output: Any) -> Any:
     """An output of a teacher, whose cache has both names."""
     kind = OUTPUTS.get(type(output))
     return output if kind is None else kind(**{part.name: getattr(output, part.name) for part in fields(output)})
+
+
+def logits_of(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """Logits (B, N, V) of last hidden states (B, N, d), by the model's own head and what its forward does around it.
+
+    Args:
+        model: a language model of transformers.
+    """
+    base = model.base_model
+    held = vars(base).get("forward")  # hooks of other libraries put theirs there
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithCache(last_hidden_state=states)
+    try:
+        ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        del base.forward
+        if held is not None:
+            base.forward = held
 
 
 def with_both_names(forward: Callable) -> Callable:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_hybrid_ssm.hub.one_line import few
 from hf_hybrid_ssm.students.configuration import key_value_groups, teacher_attention
+from hf_hybrid_ssm.students.outputs import logits_of
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
 WRAPPERS = {
@@ -88,15 +88,7 @@ class Teacher:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Those of last hidden states (B, N, d) of its base model: (B, N, V)."""
-        base, held = self.model.base_model, self.model.base_model.__dict__.get("forward")
-        base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=states)
-        ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
-        try:
-            return self.model(input_ids=ids, use_cache=False).logits
-        finally:
-            del base.forward
-            if held is not None:
-                base.forward = held
+        return logits_of(self.model, states)
 
     def attention_of(self, layer: int) -> Any:
         """The attention module of a layer."""
