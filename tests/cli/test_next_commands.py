@@ -88,7 +88,7 @@ def test_after_upcycle(options, template, tmp_path, monkeypatch, capsys):
     teacher = save_teacher(tmp_path / "teacher")
     if not template:
         (teacher / "chat_template.jinja").unlink()
-    given = ["--keep", "1", "--keep-by", "even", "--window", "16", "--needles", "0", "--device", "cpu"]
+    given = ["--keep", "1", "--keep-by", "even", "--window", "16", "--recall-texts", "0", "--device", "cpu"]
     assert main(["upcycle", str(teacher), str(tmp_path / "out"), *given, *options]) == 0
     words = words_after_next(capsys.readouterr().err)
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\n"))  # of a chat

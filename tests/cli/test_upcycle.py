@@ -18,8 +18,9 @@ from hf_hybrid_ssm.upcycle import Keep, load_teacher, loading, upcycle
 from tests.students.teachers import MIXED, SIZES, TEACHERS
 from tests.upcycle.teacher_files import save_teacher, tokenizer_of_tests, write_gguf
 
-WINDOW = 300  # a text with a number to find takes most of it, in the few tokens that this tokenizer has
-SHORT = {"max_position_embeddings": 1500}  # of 1 and 4 windows, not of 8
+WINDOW = 300
+SHORT = {"max_position_embeddings": 1500}  # of 4 windows, not of 8
+FACTS = ["model", "right of 6 in 1,200 tokens, 95 %", "of teacher's"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def run(made, out, *options, teacher="teacher"):
 
 def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     out = tmp_path / "out"
-    assert run(made, out, "--keep", "1,2", "--needles", "2") == 0
+    assert run(made, out, "--keep", "1,2", "--recall-texts", "2") == 0
     shown = capsys.readouterr()
     assert "tensors are the teacher's, 4 of the student's are new" in shown.err  # keys and values of two sinks
     assert re.search(r"Constant sinks hold \(.* over 512 tokens\)", shown.err)
@@ -65,14 +66,15 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     assert [layer.attention for layer in found.config.plan.layers] == ["window", "full", "full", "window"]
     assert found.config.student == wanted.config.student and found.config.plan.layers[0].window == WINDOW
     assert AutoTokenizer.from_pretrained(out, config=found.config).chat_template
-    cache, loss, needles = tables_of(json.loads((out / "results.json").read_text()))
+    cache, loss, facts = tables_of(json.loads((out / "results.json").read_text()))
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(16.1, abs=0.2)]
     assert "MiB, in float32, by" in cache.title
     assert loss.columns == ["model", "75-300", "300-600", "600-1200", "1200-2400"]
     assert loss.rows[0][1] == loss.rows[1][1] != loss.rows[1][2]  # within the window the student is its teacher
-    assert needles.columns == ["model", "300", "1,200"] and all(row[1][0] in "012" for row in needles.rows)
+    assert facts.columns == [FACTS[0], FACTS[1].replace("6", "12"), FACTS[2]]
+    assert [row[0] for row in facts.rows] == ["teacher", "student"] and all("0%" in row[1] for row in facts.rows)
     card = (out / "README.md").read_text()
-    for table in (cache, loss, needles):
+    for table in (cache, loss, facts):
         assert str(table) in card and str(table) in shown.out
     trained = card.split("## Training\n\n")[1].split("\n\n##")[0]
     assert trained == "Nothing was trained; the weights come from teacher." and "'rows'" not in card
@@ -80,7 +82,7 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
 
 def test_the_caches_are_counted_in_the_dtype_of_the_student(made, tmp_path):
     """The teacher's too, or the two rows could not be compared."""
-    assert run(made, tmp_path / "out", "--keep", "1,2", "--needles", "0", "--dtype", "bfloat16") == 0
+    assert run(made, tmp_path / "out", "--keep", "1,2", "--recall-texts", "0", "--dtype", "bfloat16") == 0
     cache, _ = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
     assert "MiB, in bfloat16, by" in cache.title
     assert [float(row[-1].replace(",", "")) for row in cache.rows] == [16.0, pytest.approx(8.05, abs=0.1)]
@@ -90,7 +92,7 @@ def test_single_groups(made, tmp_path, capsys):
     """The folder is that of `upcycle`, whole or as a delta; the cache grows by one group of each of two layers."""
     out, delta = tmp_path / "out", tmp_path / "delta"
     for folder, options in ((out, []), (delta, ["--delta"])):
-        assert run(made, folder, "--keep", "1:1,2:0", "--needles", "1", *options) == 0
+        assert run(made, folder, "--keep", "1:1,2:0", "--recall-texts", "1", *options) == 0
     assert "kept (list): 1:1, 2:0" in capsys.readouterr().out
     found = AutoModelForCausalLM.from_pretrained(out)
     assert [layer.groups for layer in found.config.plan.layers] == [(), (1,), (0,), ()]
@@ -106,7 +108,7 @@ def test_a_delta(source, made, tmp_path):
     if source.endswith("gguf"):
         write_gguf(made / source, keys={"llama.context_length": 1500})
     out = tmp_path / "out"
-    options = ["--keep", "0", "--memory", "context", "--needles", "0"]
+    options = ["--keep", "0", "--memory", "context", "--recall-texts", "0"]
     assert run(made, out, *options, "--delta", teacher=source) == 0
     assert not list(out.glob("model*.safetensors")) and check_contents(out)["files"] == 1
     found = AutoModelForCausalLM.from_pretrained(out, teacher=made / source)
@@ -122,10 +124,10 @@ def test_a_delta(source, made, tmp_path):
 @pytest.mark.parametrize(
     "options", [["--keep", "0"], ["--keep", "0", "--memory"], ["--keep", "1:1", "--memory"]], ids=" ".join
 )
-def test_needles_of_windows_with_a_memory_and_without(options, made, tmp_path):
-    assert run(made, tmp_path / "out", *options, "--needles", "1") == 0
-    *_, needles = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
-    assert needles.columns == ["model", "300", "1,200"] and len(needles.rows) == 2
+def test_facts_of_windows_with_a_memory_and_without(options, made, tmp_path):
+    assert run(made, tmp_path / "out", *options, "--recall-texts", "1") == 0
+    *_, facts = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    assert facts.columns == FACTS and len(facts.rows) == 2
 
 
 def test_training_by_the_recipe(made, tmp_path, capsys):
@@ -134,7 +136,7 @@ def test_training_by_the_recipe(made, tmp_path, capsys):
     file.write_text("\n".join(json.dumps({"text": text[:3000]}) for text in texts["text"]), encoding="utf-8")
     settings = [f"train_files=[{file}]", "sequence_length=64", "align.max_steps=2", "trained=new"]
     settings += ["per_device_train_batch_size=2", "use_cpu=true", "disable_tqdm=true", "report_to=none"]
-    out, options = tmp_path / "out", ["--memory", "--keep", "1", "--keep-by", "even", "--delta", "--needles", "0"]
+    out, options = tmp_path / "out", ["--memory", "--keep", "1", "--keep-by", "even", "--delta", "--recall-texts", "0"]
     command = ["upcycle", str(made / "teacher"), str(out), "--window", "16", "--device", "cpu", *options]
     assert main([*command, "--train", *settings]) == 0
     results = json.loads((out / "results.json").read_text())
@@ -147,13 +149,12 @@ def test_training_by_the_recipe(made, tmp_path, capsys):
         main([*command, "--overwrite", "--train", *settings, "sequence_length=20"])
 
 
-def test_lengths_with_no_room_for_a_number_are_left_out(made, tmp_path, capsys):
-    """Of this tokenizer a number, its question and the template are more than 150 tokens."""
+def test_lengths_with_no_room_for_facts_are_left_out(made, tmp_path, capsys):
     command = ["upcycle", str(made / "teacher"), str(tmp_path / "out"), "--window", "100", "--device", "cpu"]
-    assert main([*command, "--keep", "1", "--keep-by", "even", "--needles", "2"]) == 0
-    assert "no needles in 100 tokens: too short" in capsys.readouterr().err
-    *_, needles = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
-    assert needles.columns == ["model", "400", "800"]
+    assert main([*command, "--keep", "1", "--keep-by", "even", "--recall-texts", "2"]) == 0
+    assert "no facts in 400 tokens: too short" in capsys.readouterr().err
+    *_, facts = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    assert facts.columns[1:] == ["right of 12 in 800 tokens, 95 %", "of teacher's"]
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def without_weights(monkeypatch):
 
 EARLY = [
     ("teacher", ["--window", "1500"], "--window 1500: .* reads at most 1,500 tokens, and such a window leaves none"),
-    ("teacher", ["--window", "10"], r"--window 10: no text of 1, 4 or 8 windows .* or --needles 0\."),
+    ("teacher", ["--window", "10"], r"--window 10: no text of 4 or 8 windows .* or --recall-texts 0\."),
     ("teacher", ["--keep", "9"], "keep=9 must be a count between 0 and 4"),
     ("teacher", ["--keep", "1,9"], "names 9, but the teacher sees all tokens in the layers 0, 1, 2, 3"),
     ("teacher", ["--keep", "1:2"], "names 1:2"),
@@ -207,7 +208,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(name, options, messag
 
 def test_windows_of_the_teacher_stay_as_they_are(teachers, tmp_path):
     """They are narrower than --window, which is for the layers that see all tokens."""
-    assert run(teachers, tmp_path / "out", "--keep", "[3]", "--needles", "1", teacher="mixed") == 0
+    assert run(teachers, tmp_path / "out", "--keep", "[3]", "--recall-texts", "1", teacher="mixed") == 0
     layers = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.plan.layers
     reach = MIXED["sliding_window"] - 1
     assert [(layer.attention, layer.window) for layer in layers[:2]] == [("window", reach), ("window", WINDOW)]
@@ -219,12 +220,12 @@ def test_any_decoder_can_be_the_teacher(model_type, tmp_path, capsys):
     """The student is of its class, and within the window its function."""
     write_text(tmp_path)
     save_any(tmp_path / "teacher", model_type)
-    assert run(tmp_path, tmp_path / "out", "--keep", "1", "--keep-by", "even", "--needles", "1", "--json") == 0
+    assert run(tmp_path, tmp_path / "out", "--keep", "1", "--keep-by", "even", "--recall-texts", "1", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["folder"] == str(tmp_path / "out") and said["teacher"] == "teacher"
     assert [layer["attention"] for layer in said["student"]["layers"]] == ["window", "window", "full", "window"]
-    cache, _, needles = tables_of(said)
-    assert needles.columns == ["model", "300", "1,200"] and len(cache.rows) == 2
+    cache, _, facts = tables_of(said)
+    assert facts.columns == FACTS and len(cache.rows) == 2
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("teacher", "out")]
     assert isinstance(models[1], type(models[0]))
     ids = torch.randint(3, 200, (1, WINDOW), generator=torch.Generator().manual_seed(0))
@@ -257,8 +258,8 @@ def test_nothing_is_replaced_unasked(made, tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     assert run(made, tmp_path) == 1
     assert "is not empty: name another folder, or give --overwrite" in capsys.readouterr().err
-    assert run(made, tmp_path, "--overwrite", "--needles", "0", "--keep", "4", "--delta") == 0
-    assert run(made, tmp_path, "--overwrite", "--needles", "0", "--keep", "4") == 0
+    assert run(made, tmp_path, "--overwrite", "--recall-texts", "0", "--keep", "4", "--delta") == 0
+    assert run(made, tmp_path, "--overwrite", "--recall-texts", "0", "--keep", "4") == 0
     assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "delta.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -272,7 +273,7 @@ def test_nothing_is_replaced_unasked(made, tmp_path, capsys):
             ["--keep", "1:1,2"],
             "1:1,2 is no count (6), share (0.2), list of layers (7,8,14) or of key/value groups (7:1",
         ),
-        (["--needles", "-1"], "--needles -1 must not be negative"),
+        (["--recall-texts", "-1"], "--recall-texts -1 must not be negative"),
         (["--train", "quickly"], "--train quickly: key=value was expected"),
         (["--dtype", "bfloat16", "--train", "a=b"], "--dtype is for a student that is not trained"),
         (["--device", "abacus"], "is not a device of torch"),

@@ -1,11 +1,25 @@
 """Layers are ranked by what a teacher recalls with them, or by its distribution; chosen by count, share or list."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from _lib.documents import train_tokenizer
 
-from hf_hybrid_ssm.upcycle import Keep, LayerChoice, Teacher, choice, choose_layers, recall, upcycle, windowed_teacher
+from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN
+from hf_hybrid_ssm.upcycle import (
+    Keep,
+    LayerChoice,
+    Teacher,
+    choice,
+    choose_layers,
+    probe_prompts,
+    recall,
+    upcycle,
+    windowed_teacher,
+)
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
@@ -215,7 +229,7 @@ def test_the_end_of_a_text_is_read_after_windows(name, monkeypatch):
         states = LayerReplay(teacher, inputs, masks).base
         answers = torch.tensor([19, 21]), inputs[0, [20, 22]]
         wanted = teacher.logits(states)[0, answers[0]].log_softmax(-1).gather(1, answers[1][:, None])[:, 0]
-        found = recall._Ending(teacher, prompt, 5)
+        found = recall._Ending(teacher, prompt, 5, {})
         for parts in ([last], [last, first], [first]):  # what was run before leaves nothing
             found.compare_with(parts)
         torch.testing.assert_close(found.compare_with([first]), wanted, atol=2e-5, rtol=0)
@@ -437,6 +451,33 @@ def test_texts_that_a_window_shows_whole_are_refused():
 def test_prompts_are_within_the_positions_of_the_teacher():
     with pytest.raises(NoRecallError, match=r"window=1000 makes prompts of 7064 tokens.*max_position_embeddings=1024"):
         rank_layers_by_recall(recalling(), window=1000)
+
+
+@pytest.mark.parametrize(("window", "windows"), [(32, 8), (400, 3), (8, 2)])
+def test_prompts_of_sentences_share_their_texts(window, windows, monkeypatch):
+    """Seven kinds of facts, each asked for by itself; the text is read once, however short the window."""
+    draw = random.Random(0)
+    said = [fact for kind in HELD_IN.values() for _ in range(20) for fact in kind(draw).facts]
+    tokenizer = train_tokenizer([*(next(filler) for filler in [sentences(draw)] * 300), *said], 900)
+    monkeypatch.setattr(probe_prompts, "LEAST_WORDS", 0)
+    prompts = recall_prompts(tokenizer, 900, window, windows)
+    assert len(prompts) == 14 and len(recall_prompts(tokenizer, 900, window, windows, count=8)) == 8
+    texts = {tuple(prompt.input_ids[0, : prompt.question].tolist()) for prompt in prompts}
+    assert len(texts) == 2 and len({tuple(prompt.input_ids[0].tolist()) for prompt in prompts}) == 14
+    for prompt in prompts:
+        ids, answer = prompt.input_ids[0], tokenizer.decode(prompt.input_ids[0, prompt.positions])
+        assert prompt.positions[-1] == len(ids) - 1 and prompt.question < prompt.positions[0]
+        text = tokenizer.decode(ids[: prompt.question])
+        after = tokenizer(text[text.index(answer.strip()) + len(answer.strip()) :], add_special_tokens=False)[
+            "input_ids"
+        ]
+        assert len(after) >= window
+    teacher, read = other(max_position_embeddings=8192), []
+    in_windows = recall.ReadText.in_windows
+    monkeypatch.setattr(recall.ReadText, "in_windows", lambda *given: read.append(0) or in_windows(*given))
+    monkeypatch.setattr(recall, "ENOUGH", 0.0)
+    short = [replace(prompt, input_ids=prompt.input_ids % SIZES["vocab_size"]) for prompt in prompts]
+    assert sorted(rank_layers_by_recall(teacher, window, short).layers) == teacher.layers and len(read) == 2
 
 
 def test_facts_are_bounded_by_the_vocabulary():

@@ -74,33 +74,33 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
     ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     if ids is not None and ids.shape[1] < 4 * args.window:
         raise ValueError(f"{args.text} has {ids.shape[1]} tokens, and at least {4 * args.window} are needed.")
-    prompts = _needles(args, files.config, tokenizer)
+    texts = _texts(args, files.config, tokenizer)
     if args.train is None:
         teacher = _read(args, files)
         student = _made(args, teacher, keep, ids)
     else:
         student = _trained(args)
         teacher = _read(args, files)
-    results = _measure(args, student, teacher.model, ids, prompts)
+    results = _measure(args, student, teacher.model, ids, texts)
     _say(f"wrote {args.out}")
     _say(next_command(*talking(args.out, tokenizer, args.teacher if args.delta else None)))
     return {"folder": str(args.out), "student": student.config.student, **results}
 
 
-def _needles(args: argparse.Namespace, config: Any, tokenizer: Any) -> Any:
-    """The texts that hide a number, made before anything takes long; none if none are wanted."""
-    from hf_hybrid_ssm.upcycle.measurements import MULTIPLES, needle_prompts
+def _texts(args: argparse.Namespace, config: Any, tokenizer: Any) -> Any:
+    """Texts with facts to be asked for, made before anything takes long; none if none are wanted."""
+    from hf_hybrid_ssm.upcycle.measurements import MULTIPLES, texts_of_facts
 
-    if not args.needles:
+    if not args.recall_texts:
         return {}
     try:
-        prompts = needle_prompts(tokenizer, args.window, args.needles, config.max_position_embeddings)
+        texts = texts_of_facts(tokenizer, args.window, args.recall_texts, config.max_position_embeddings)
     except ValueError as error:
-        raise ValueError(f"--window {args.window}: {error} Give another --window, or --needles 0.") from error
-    for multiple in MULTIPLES:
-        if multiple not in prompts and multiple * args.window <= config.max_position_embeddings:
-            _say(f"no needles in {multiple * args.window} tokens: too short for a number and the question after it")
-    return prompts
+        raise ValueError(f"--window {args.window}: {error} Give another --window, or --recall-texts 0.") from error
+    for length in (multiple * args.window for multiple in MULTIPLES):
+        if length not in texts and length <= config.max_position_embeddings:
+            _say(f"no facts in {length} tokens: too short for six of them and a question")
+    return texts
 
 
 def _read(args: argparse.Namespace, files: Any) -> Any:
@@ -122,7 +122,7 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
     from hf_hybrid_ssm.upcycle import choose_layers, save_delta, upcycle
     from hf_hybrid_ssm.upcycle.student import BEYOND
 
-    choice = choose_layers(teacher, keep, _progress, is_tried=not args.needles)  # which ask the student itself
+    choice = choose_layers(teacher, keep, _progress, is_tried=not args.recall_texts)  # which ask the student itself
     text = None if ids is None else ids[:, : args.window + 2 + BEYOND]
     student, report = upcycle(teacher, choice, memory=args.memory, text=text)
     print(choice)
@@ -159,19 +159,19 @@ def _trained(args: argparse.Namespace) -> Any:
     return AutoModelForCausalLM.from_pretrained(args.out, **extra).eval()
 
 
-def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, prompts: Any) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, texts: Any) -> dict[str, Any]:
     """Tables on the terminal, in results.json and in the card."""
     from hf_hybrid_ssm.hub import card_of_folder
     from hf_hybrid_ssm.hub.reading import read_json
     from hf_hybrid_ssm.hub.writing import write_whole
-    from hf_hybrid_ssm.upcycle.measurements import cache_table, loss_table, needle_table
+    from hf_hybrid_ssm.upcycle.measurements import cache_table, facts_table, loss_table
 
     models = {"teacher": teacher, "student": student.to(teacher.device)}
     tables = [cache_table(models, student.dtype)]
     if ids is not None:
         tables.append(loss_table(models, ids[:, : 8 * args.window], args.window))
-    if prompts:
-        tables.append(needle_table(models, prompts, args.window, _progress))
+    if texts:
+        tables.append(facts_table(models, texts, _progress))
     file = args.out / "results.json"
     results: dict[str, Any] = (
         read_json(file) if file.is_file() and args.train is not None else {"teacher": Path(args.teacher).name}
@@ -186,8 +186,8 @@ def _measure(args: argparse.Namespace, student: Any, teacher: Any, ids: Any, pro
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.window < 2:
         parser.error(f"--window {args.window} must be at least 2")
-    if args.needles < 0:
-        parser.error(f"--needles {args.needles} must not be negative")
+    if args.recall_texts < 0:
+        parser.error(f"--recall-texts {args.recall_texts} must not be negative")
     if args.text is not None and not args.text.is_file():
         raise FileNotFoundError(f"--text {args.text} is not a file.")
     if args.train is not None:
@@ -257,11 +257,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--text", type=Path, metavar="FILE", help="text whose loss is measured, by position, and that tests the sinks"
     )
     parser.add_argument(
-        "--needles",
+        "--recall-texts",
         type=int,
-        default=8,
+        default=3,
         metavar="N",
-        help="texts of each length that hide a number to be asked for (default: %(default)s)",
+        help="texts of 4 and of 8 windows, each with facts of six kinds that no choice has seen, which teacher and "
+        "student are asked for (default: %(default)s)",
     )
     parser.add_argument(
         "--train", nargs="+", metavar="KEY=VALUE", help="train the student, with these settings of the recipe upcycle"

@@ -1,11 +1,12 @@
 """Prompts that ask for what was said long before, made without data: of made sentences, or of token ids.
 
-With a tokenizer: sentences of a small grammar, among them a fact ("The secret number of the river is 48213."), more
-than a window of further sentences, and the question, in the chat template where there is one; the answer follows.
-Without one: keys, each followed by its value of a few tokens, all random and different, many others, and the keys and
-values again, in another order.
+With a tokenizer: sentences of a small grammar with facts of seven kinds among them (a phone number, a price, a trade),
+more than a window of further sentences, and a question about one of them, in the chat template where there is one; the
+answer follows. The prompts of a text are alike up to the question. Without a tokenizer: keys, each followed by its
+value of a few tokens, all random and different, many others, and the keys and values again, in another order.
 """
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -13,25 +14,19 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN
+from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import Asked, real_texts
 
 LEAST_WORDS = 500
 """A vocabulary with fewer words of its own is asked for token ids."""
 WINDOWS = 8
 """Of a prompt. Layers that recall over one window need not over many."""
 COUNT = 8
+"""Of token ids; of sentences there are `TEXTS`, each with a prompt of every kind."""
+TEXTS = 2
 FACTS = 8
-"""At most, of token ids; of sentences one, since a small model mixes up many."""
-DIGITS = 5
-FORMS = (
-    ("The secret number of the {key} is {value}.", "What is the secret number of the {key}?"),
-    ("The code of the {key} is {value}.", "What is the code of the {key}?"),
-    ("The {key} has the number {value}.", "Which number does the {key} have?"),
-    ("The password for the {key} is {value}.", "What is the password for the {key}?"),
-)
-"""Facts, and what asks for them. Prompts have them in turn: the layers of one wording are not taken for all."""
+"""At most, of token ids; in sentences one is asked for at a time, since a small model mixes up many answers."""
 VALUE_TOKENS = 3
-QUESTION = 64
-"""Tokens of a prompt that are left for the chat template, the question and the answer."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def recall_prompts(
     window: int,
     windows: int = WINDOWS,
     facts: int | None = None,
-    count: int = COUNT,
+    count: int | None = None,
     seed: int = 0,
 ) -> list[RecallPrompt]:
     """Prompts whose answers lie more than a window before the question.
@@ -65,9 +60,9 @@ def recall_prompts(
         vocab_size: token ids lie below it.
         window: tokens between a fact and its question, at least.
         windows: how many long a prompt is, about; sentences have their facts anywhere, token ids at the beginning.
-        facts: in each prompt, all of which are asked for; None: one in sentences, and of token ids eight, or what a
-            small vocabulary has tokens for.
-        count: of prompts.
+        facts: of token ids in each prompt, all of which are asked for; None: eight, or what a small vocabulary has
+            tokens for.
+        count: of prompts; None: two texts of sentences with seven each, or eight of token ids.
 
     Raises:
         ValueError: a number is not positive, or the vocabulary is too small for so many keys.
@@ -75,13 +70,12 @@ def recall_prompts(
     for name, value in (("window", window), ("windows", windows), ("facts", facts), ("count", count)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    words = [] if tokenizer is None else words_of(tokenizer)
+    if tokenizer is not None and len(words_of(tokenizer)) >= LEAST_WORDS:
+        kinds, length = tuple(HELD_IN), windows * window
+        texts = TEXTS if count is None else math.ceil(count / len(kinds))
+        made = real_texts(tokenizer, (), length, texts, window, kinds, seed, is_longer=True)
+        return [_prompt(text.shared, asked) for text in made for asked in text.asked][:count]
     draw = random.Random(seed)
-    if len(words) >= LEAST_WORDS:
-        return [
-            _in_sentences(tokenizer, words, FORMS[index % len(FORMS)], window, windows, facts or 1, draw)
-            for index in range(count)
-        ]
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
     tokens = sorted(set(range(vocab_size)) - special)
     most = len(tokens) // (2 * (1 + VALUE_TOKENS))
@@ -91,7 +85,15 @@ def recall_prompts(
             f"the vocabulary's {len(tokens)}, the others lie between."
         )
     facts = facts or min(FACTS, most)
-    return [_in_tokens(tokens, max(1, windows - 1) * window, facts, draw) for _ in range(count)]
+    return [
+        _in_tokens(tokens, max(1, windows - 1) * window, facts, draw) for _ in range(COUNT if count is None else count)
+    ]
+
+
+def _prompt(shared: torch.Tensor, asked: Asked) -> RecallPrompt:
+    ids = torch.cat([shared, asked.ids], 1)
+    length = ids.shape[1]
+    return RecallPrompt(ids, torch.arange(length - len(asked.answer), length), shared.shape[1])
 
 
 def made_text(tokenizer: Any | None, length: int, seed: int = 0) -> torch.Tensor | None:
@@ -119,45 +121,6 @@ def words_of(tokenizer: Any) -> list[str]:
             if len(ids) == 1 and tokenizer.decode(ids).strip() == word:
                 words.add(word)
     return sorted(words)
-
-
-def _in_sentences(
-    tokenizer: Any,
-    words: list[str],
-    form: tuple[str, str],
-    window: int,
-    windows: int,
-    facts: int,
-    draw: random.Random,
-) -> RecallPrompt:
-    def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def filling(length: int) -> list[str]:
-        """Sentences of at least so many tokens."""
-        chosen: list[str] = []
-        while length > 0:
-            chosen.append(next(filler))
-            length -= len(tokens(f" {chosen[-1]}"))
-        return chosen
-
-    filler = sentences(draw)
-    values = {key: "".join(draw.choices("123456789", k=DIGITS)) for key in draw.sample(words, facts)}
-    text = filling((windows - 2) * window - QUESTION)
-    for key, value in values.items():
-        text.insert(draw.randint(0, len(text)), form[0].format(key=key, value=value))
-    asked = draw.sample(list(values), facts)
-    question = " ".join(form[1].format(key=key) for key in asked)
-    opening = _opening(tokenizer, f"{' '.join(text + filling(window + 1))}\n\n{question}")
-    ids = tokens(opening)
-    start = len(tokens(opening[: opening.rindex(question)])) - 1  # its first letters may have joined the token before
-    positions: list[int] = []
-    for key in asked:
-        ids += tokens(form[0].format(key=key, value="").removesuffix(" ."))
-        answer = tokens(f" {values[key]}")
-        positions += range(len(ids), len(ids) + len(answer))
-        ids += answer + tokens(".\n")
-    return RecallPrompt(torch.tensor([ids]), torch.tensor(positions), start)
 
 
 def _opening(tokenizer: Any, text: str) -> str:

@@ -5,7 +5,8 @@ nearly as well without any reach. Removing one layer shows little, since others 
 greedily, the least needed of those that are left first.
 
 What reaches back are the tokens of the question and of the answers. Those before them may be read in windows, in all
-layers: so they are read once, and only the end of a prompt again for each set of layers.
+layers: so they are read once, for all prompts that share them, and only the end of a prompt again for each set of
+layers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -108,7 +109,8 @@ def _ranking(
     scores: dict[Part, float] = {}
     wrapped: Any = progress or list
     with maskable(teacher):
-        endings = [_Ending(teacher, prompt, window) for prompt in wrapped(prompts)]
+        texts: dict[tuple[int, ...], ReadText] = {}
+        endings = [_Ending(teacher, prompt, window, texts) for prompt in wrapped(prompts)]
         own = _score(ending.own for ending in endings)
         if own.right < ENOUGH:
             raise NoRecallError(
@@ -147,9 +149,9 @@ def _turns(parts: int) -> list[int]:
 
 
 class _Ending:
-    """The question and answers of a prompt, after a text that is read in windows."""
+    """The question and answers of a prompt, after a text that is read in windows; `texts` are those that were read."""
 
-    def __init__(self, teacher: Teacher, prompt: RecallPrompt, window: int):
+    def __init__(self, teacher: Teacher, prompt: RecallPrompt, window: int, texts: dict[tuple[int, ...], ReadText]):
         device = teacher.model.device
         ids, length, first = prompt.input_ids.to(device), prompt.input_ids.shape[1], prompt.question
         self._others: torch.Tensor | None = None
@@ -161,7 +163,10 @@ class _Ending:
             first = 0
         else:
             self._mask = window_mask(length, window, device=device, first=first)
-            past = ReadText.in_windows(teacher, ids[:, :first], window)
+            text = tuple(ids[0, :first].tolist())
+            if text not in texts:
+                texts[text] = ReadText.in_windows(teacher, ids[:, :first], window)
+            past = texts[text]
         self._replay = LayerReplay(teacher, ids[:, first:], past=past)
         self._teacher = teacher
         self._windowed: Sequence[LayerOrGroup] = ()

@@ -41,18 +41,19 @@ def shared_answers(found: Answers, teacher: Answers) -> tuple[int, int]:
     return pairs.count(("1", "1")), sum(its == "1" for _, its in pairs)
 
 
-def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
+def kinds_table(answers: Mapping[str, Mapping[int, Answers]], by_kind: bool = True) -> Table:
     """Whole answers right, and of those that the first model finds the share that each other finds too.
 
     Args:
         answers: name of a model → tokens of a text → its answers, to the same questions in every model.
+        by_kind: with a column for each kind.
 
     Raises:
         ValueError: two models were asked different questions.
     """
     teacher, *_ = answers
     lengths = {length: sum(map(len, found.values())) for length, found in answers[teacher].items()}
-    kinds = list(dict.fromkeys(kind for found in answers[teacher].values() for kind in found))
+    kinds = list(dict.fromkeys(kind for found in answers[teacher].values() for kind in found)) if by_kind else []
     columns = ["model"]
     for length, count in lengths.items():
         columns += [f"right of {count} in {length:,} tokens, 95 %", f"of {teacher}'s"]
@@ -67,7 +68,7 @@ def kinds_table(answers: Mapping[str, Mapping[int, Answers]]) -> Table:
             row += [f"{right} ({_interval(right, count)})", "" if name == teacher or not known[1] else _share(*known)]
         row += [str(sum(found.get(kind, "").count("1") for found in by_length.values())) for kind in kinds]
         rows.append(row)
-    return Table("Facts of many kinds in real texts: whole answers", columns, rows)
+    return Table("Facts of many kinds: whole answers", columns, rows)
 
 
 def _share(right: int, count: int) -> str:

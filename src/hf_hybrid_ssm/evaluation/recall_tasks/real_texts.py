@@ -1,22 +1,27 @@
-"""Texts of files (novels, dialogues, code) with facts of several kinds among them, and the questions, asked singly."""
+"""Texts of files (novels, dialogues, code) or of made sentences, with facts of several kinds among them, and the
+questions, asked singly."""
 
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_OUT, KINDS
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import Question
 
 FIELDS = ("text", "document", "dialogue")
 PIECE = 400
 """Characters of a line from which on it is cut at the ends of its sentences."""
+SPARE = 64
+"""Tokens of text before the last fact, at least, where a text is made longer than it should be."""
 INTRODUCTION = "Read the text and remember what it says.\n\n"
 
 
@@ -56,6 +61,7 @@ def real_texts(
     window: int = 256,
     kinds: Sequence[str] = tuple(HELD_OUT),
     seed: int = 0,
+    is_longer: bool = False,
 ) -> list[RealText]:
     """Texts of at most `length` tokens with question and answer, each with a fact of every kind.
 
@@ -63,28 +69,29 @@ def real_texts(
     the chat template, where there is one, and the beginning of the reply is given.
 
     Args:
-        files: JSON lines with a field text, document or dialogue, or plain text.
+        files: JSON lines with a field text, document or dialogue, or plain text; none: made sentences.
         count: of texts; each is asked for every one of `kinds`.
+        is_longer: where `length` is too short for window and facts, the text is longer.
 
     Raises:
         ValueError: a kind is not known, a file has too little text, or the length is too short for window and facts.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"kinds={unknown} are not among {', '.join(KINDS)}.")
-    return [
-        _real_text(
-            tokenizer, files[index % len(files)], length, window, kinds, random.Random(f"{seed} {length} {index}")
-        )
-        for index in range(count)
-    ]
+    texts = []
+    for index in range(count):
+        draw = random.Random(f"{seed} {length} {index}")
+        file, questions = files[index % len(files)] if files else None, distinct_questions(kinds, draw)
+        room = length - max(_count(tokenizer, conversation(tokenizer, "", each)) for each in questions.values())
+        if is_longer:
+            of_facts = sum(_count(tokenizer, f"{fact}\n") + 1 for each in questions.values() for fact in each.facts)
+            room = max(room, window + of_facts + SPARE)
+        text = text_with_facts(tokenizer, file, room, window + 1, list(questions.values()), draw)
+        texts.append(_asked(tokenizer, text, questions))
+    return texts
 
 
-def _real_text(
-    tokenizer: Any, file: str | Path, length: int, window: int, kinds: Sequence[str], draw: random.Random
-) -> RealText:
-    questions = distinct_questions(kinds, draw)
-    longest = max(_count(tokenizer, conversation(tokenizer, "", question)) for question in questions.values())
-    text = text_with_facts(tokenizer, file, length - longest, window + 1, list(questions.values()), draw)
+def _asked(tokenizer: Any, text: str, questions: Mapping[str, Question]) -> RealText:
     rows = {}
     for kind, question in questions.items():
         before = conversation(tokenizer, text, question, with_answer=False)
@@ -92,7 +99,8 @@ def _real_text(
         rows[kind] = ids, len(ids) - start
     nothing = _ids(tokenizer, conversation(tokenizer, text, Question((), "", "", ""), with_answer=False))
     every = [nothing, *(ids for ids, _ in rows.values())]
-    shared = next(place for place in range(len(nothing)) if len({ids[place] for ids in every}) > 1)
+    differs = (place for place in range(len(nothing)) if len({ids[place] for ids in every}) > 1)
+    shared = next(differs, len(nothing))
     asked = tuple(
         Asked(kind, torch.tensor([ids[shared:]]), torch.tensor(ids[len(ids) - answer :]))
         for kind, (ids, answer) in rows.items()
@@ -112,9 +120,9 @@ def distinct_questions(kinds: Sequence[str], draw: random.Random) -> dict[str, Q
 
 
 def text_with_facts(
-    tokenizer: Any, file: str | Path, room: int, after: int, questions: Sequence[Question], draw: random.Random
+    tokenizer: Any, file: str | Path | None, room: int, after: int, questions: Sequence[Question], draw: random.Random
 ) -> str:
-    """A stretch of a file with the facts at random places between its pieces.
+    """A stretch of a file (None: made sentences) with the facts at random places between its pieces.
 
     Args:
         room: tokens, with the facts.
@@ -148,18 +156,27 @@ def conversation(tokenizer: Any, text: str, question: Question, with_answer: boo
     return f"{asked}{question.prefix}" + (f" {question.answer}" if with_answer else "")
 
 
-def _stretch(tokenizer: Any, file: str | Path, room: int, draw: random.Random) -> tuple[list[str], list[int]]:
-    """Pieces of a file, from a random one on, and their tokens, which fill the room."""
-    every = pieces_of(str(file))
-    place, pieces, lengths = draw.randrange(len(every)), list[str](), list[int]()
-    while True:
-        piece = every[place % len(every)]
+def _stretch(tokenizer: Any, file: str | Path | None, room: int, draw: random.Random) -> tuple[list[str], list[int]]:
+    """Pieces of a file, from a random one on, or made sentences, and their tokens, which fill the room."""
+    pieces, lengths = list[str](), list[int]()
+    for piece in _made_pieces(draw) if file is None else _pieces_from(file, draw):
         length = _count(tokenizer, piece)
         if sum(lengths) + length > room:
-            return pieces, lengths
+            break
         pieces.append(piece)
         lengths.append(length)
-        place += 1
+    return pieces, lengths
+
+
+def _made_pieces(draw: random.Random) -> Iterator[str]:
+    return (f"{sentence} " for sentence in sentences(draw))
+
+
+def _pieces_from(file: str | Path, draw: random.Random) -> Iterator[str]:
+    """Those of a file from a random one on, and from the first again, without end."""
+    every = pieces_of(str(file))
+    place = draw.randrange(len(every))
+    return chain(every[place:], cycle(every))
 
 
 @cache
