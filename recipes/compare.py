@@ -29,7 +29,7 @@ from _lib.plotting import panels, style
 from _lib.sample_efficiency import token_efficiencies
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
-from _lib.training import perplexity, save_figure, say, write_json, write_results
+from _lib.training import perplexity, say, write_json, write_with_picture
 
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -157,12 +157,9 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
                 figures["differences"] = differences(runs, arguments.reference)
                 figures["token_efficiency"] = efficiencies(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
-    targets = [Path(arguments.output_dir) / "comparison.json"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target, figures)
-        if any(run["curve"] for found in runs.values() for run in found):
-            save_figure(draw(figures["models"]), target.with_suffix(".png"))
+    has_curves = any(run["curve"] for found in runs.values() for run in found)
+    picture = partial(draw, figures["models"]) if has_curves else None
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "comparison", arguments.results)
     say(table(figures))
     return figures
 

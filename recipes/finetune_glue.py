@@ -20,6 +20,7 @@ from _lib.checks import (
     check_checkpoint,
     check_columns,
     check_config,
+    check_either,
     check_labels,
     check_scores,
     check_texts,
@@ -101,11 +102,7 @@ class GlueArguments:
     def __post_init__(self):
         if unknown := sorted(set(self.tasks) - set(TASKS)):
             raise ValueError(f"tasks={unknown} are not among {sorted(TASKS)}.")
-        if (self.model_type is None) == (self.model_name_or_path is None):
-            raise ValueError(
-                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
-                f"model_name_or_path={self.model_name_or_path!r}."
-            )
+        check_either(self, "model_type", "model_name_or_path")
         if self.pairs not in ("together", "apart"):
             raise ValueError(f"pairs={self.pairs!r} must be 'together' or 'apart'.")
         check_config(self.model_type, self.config if self.model_type else {})

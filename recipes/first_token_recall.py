@@ -159,7 +159,6 @@ def run(fields: dict[str, Any], options: dict[str, Any], arguments: RecallArgume
     fields = {"vocab_size": arguments.vocab_size} | arguments.config | fields
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    model.config.use_cache = False
     rows = training.max_steps * training.train_batch_size
     data = Dataset.from_dict(training_rows(arguments, rows, training.seed)).with_format("torch")
     trainer = Trainer(model=model, args=training, train_dataset=data, data_collator=default_data_collator)

@@ -175,7 +175,6 @@ def run(
     training = TrainingArguments(**options)
     set_seed(training.seed)
     model = AutoModelForCausalLM.from_config(config)
-    model.config.use_cache = False
     trainer = Trainer(
         model=model,
         args=training,

@@ -19,23 +19,24 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
+from _lib.checks import check_models, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files
 from _lib.entry import start
 from _lib.intervals import half_width
 from _lib.plotting import measured_at, panels, style
 from _lib.scoring import token_losses
-from _lib.training import save_figure, say, write_results
+from _lib.training import say, write_with_picture
 
 import torch
 from length_extrapolation import load
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
@@ -74,8 +75,7 @@ class RareWordsArguments:
             raise ValueError(f"distances={self.distances} must be at least two growing numbers, from 1 on.")
         if unknown := sorted(set(self.read_as) - set(self.models)):
             raise ValueError(f"read_as names {unknown}, which are not among models={list(self.models)}.")
-        for name, checkpoint in self.models.items():
-            check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
+        check_models(self.models)
 
 
 @dataclass
@@ -209,11 +209,8 @@ def rare_words(arguments: RareWordsArguments) -> dict[str, Any]:
             for name, checkpoint in arguments.models.items()
         },
     }
-    targets = [Path(arguments.output_dir) / "rare_words"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures), target.with_suffix(".png"))
+    picture = partial(draw, figures)
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "rare_words", arguments.results)
     for name, found in figures["models"].items():
         savings = (f"{name}: {each['mean']:.2f}" for name, each in found["saved"].items() if each["mean"] is not None)
         say(f"{name}: first mention {found['first']['mean']:.2f} nats, saved later {', '.join(savings)}")

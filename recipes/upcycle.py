@@ -329,7 +329,6 @@ def run_stage(
             parameter.requires_grad_(within(name, new))
     elif arguments.lora_rank is not None:
         model = frozen_beside_the_new(student, arguments.lora_rank)
-    model.config.use_cache = False
     trainer = trainer_of(model, stage, settings)
     resume = "auto" if arguments.resume and not arguments.overwrite else None
     clear_checkpoints(settings.output_dir, arguments.overwrite)
@@ -354,6 +353,7 @@ def save(
     """An ordinary checkpoint, or a delta, whose card names the teacher and the gap."""
     if not training.should_save:
         return
+    student.config.use_cache = True  # a Trainer that only evaluates turns it off
     if arguments.delta:
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:

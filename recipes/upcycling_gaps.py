@@ -17,6 +17,7 @@ to `results` (a path without extension).
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from _lib.intervals import half_width, plus_minus
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.settings import filled
-from _lib.training import perplexity, save_figure, say, write_json, write_results
+from _lib.training import perplexity, say, write_json, write_with_picture
 
 import torch
 from compare import merged
@@ -181,12 +182,8 @@ def gaps(arguments: GapArguments) -> dict[str, Any]:
             if arguments.reference is not None and runs[arguments.reference]:
                 figures["differences"] = differences(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "upcycling_gaps.json", figures)
-    targets = [Path(arguments.output_dir) / "upcycling_gaps"] + (
-        [Path(arguments.results)] if arguments.results else []
-    )
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures), target.with_suffix(".png"))
+    picture = partial(draw, figures)
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "upcycling_gaps", arguments.results)
     say(table(figures))
     return figures
 

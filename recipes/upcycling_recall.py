@@ -168,7 +168,6 @@ def train_student(
             continue
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(stage != "align" or within(name, new))
-        model.config.use_cache = False
         trainer = StageTrainer(
             model=model, args=training, train_dataset=task.rows(seed), data_collator=default_data_collator,
             stage=Stage(stage, teacher),

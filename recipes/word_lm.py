@@ -12,21 +12,13 @@ results.json, history.json and loss.png.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from glob import glob
-from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_output, clear_checkpoints
+from _lib.checks import check_either, check_output
+from _lib.documents import paths_of
 from _lib.entry import start
-from _lib.training import (
-    Trainer,
-    checkpoint_to_resume,
-    perplexity,
-    plot_loss,
-    say_figures,
-    write_figures,
-    write_json,
-)
+from _lib.runs import figures_of, train_and_save, write_run
+from _lib.training import Trainer, perplexity
 from _lib.word_stream import Blocks, stream_of, word_tokenizer
 
 import numpy as np
@@ -57,11 +49,7 @@ class WordArguments:
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
-        if bool(self.train_files) == (self.dataset_name is not None):
-            raise ValueError(
-                f"give either train_files or dataset_name, got train_files={self.train_files} and "
-                f"dataset_name={self.dataset_name!r}."
-            )
+        check_either(self, "train_files", "dataset_name")
         if not 0 <= self.context < self.sequence_length:
             raise ValueError(f"context={self.context} must lie below sequence_length={self.sequence_length}.")
         if not 0 < self.momentum < 1:
@@ -73,12 +61,9 @@ def lines_of(words: WordArguments, split: str) -> Iterable[str]:
     if words.dataset_name is not None:
         yield from load_dataset(words.dataset_name, words.dataset_config, split=split)[words.text_column]
         return
-    for pattern in getattr(words, f"{split}_files"):
-        if not (paths := sorted(glob(pattern))):
-            raise FileNotFoundError(f"no file matches {pattern!r}.")
-        for path in paths:
-            with open(path, encoding="utf-8", newline="\n") as lines:
-                yield from lines
+    for path in paths_of(getattr(words, f"{split}_files")):
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            yield from lines
 
 
 class WordTrainer(Trainer):
@@ -132,30 +117,16 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
         compute_metrics=per_word,
     )
     trainer.momentum = words.momentum
-    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
-    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    trainer.save_model()
-    results: dict[str, Any] = {
-        "model_type": model.config.model_type,
-        "parameters": model.num_parameters(),
+    run = train_and_save(trainer, arguments)
+    results = figures_of(trainer, run) | {
         "vocabulary": len(tokenizer),
         "words": {split: len(stream) for split, stream in streams.items()},
-        "steps": trainer.state.global_step,
-        "train_loss": run.metrics["train_loss"],
-        "seconds": run.metrics["train_runtime"],
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     for split in ("validation", "test"):
         found = trainer.evaluate(rows[split], metric_key_prefix=split)
         results[split] = {name: found[f"{split}_{name}"] for name in ("loss_per_word", "perplexity", "words")}
-    if trainer.is_world_process_zero():
-        folder = Path(training.output_dir)
-        write_json(folder / "history.json", trainer.state.log_history)
-        write_figures(results, folder, words.results)
-        plot_loss(trainer.state.log_history, folder / "loss.png")
-        say_figures(results)
-    return results
+    return write_run(trainer, results, words.results)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Value
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_hybrid_ssm.cli.parsing import is_path
 from hf_hybrid_ssm.hub.configurations import check_fields
@@ -61,6 +68,18 @@ def clear_checkpoints(folder: str | Path, overwrite: bool, resume: str | None = 
             shutil.rmtree(checkpoint)
 
 
+def check_either(arguments: Any, one: str, other: str) -> None:
+    """One of two settings is given.
+
+    Raises:
+        ValueError: none or both are.
+    """
+    given = {name: getattr(arguments, name) for name in (one, other)}
+    if bool(given[one]) == bool(given[other]):
+        told = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"give either {one} or {other}, got {told}.")
+
+
 def check_config(model_type: str | None, fields: Mapping[str, Any], preset: str | None = None) -> None:
     """Family, size and fields of a new model exist.
 
@@ -103,6 +122,13 @@ def check_checkpoint(name: str, argument: str, auto_class: Any = None) -> PreTra
             "not know."
         )
     return config
+
+
+def check_models(models: Mapping[str, str | Sequence[str]]) -> None:
+    """`check_checkpoint` of the language models that a setting `models` names, each by itself or several seeds."""
+    for name, checkpoints in models.items():
+        for checkpoint in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
+            check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_columns, check_texts
+from _lib.checks import check_columns, check_either, check_texts
 from _lib.standard_text import standard_documents
 
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
@@ -50,11 +50,7 @@ class DataArguments:
     preprocessing_workers: int | None = None
 
     def __post_init__(self):
-        if bool(self.train_files) == (self.dataset_name is not None):
-            raise ValueError(
-                f"give either train_files or dataset_name, got train_files={self.train_files} and "
-                f"dataset_name={self.dataset_name!r}."
-            )
+        check_either(self, "train_files", "dataset_name")
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 2.")
         for name in ("shuffle_buffer", "max_validation_rows"):
