@@ -48,22 +48,6 @@ def test_every_argument_has_help_of_one_form(command):
     assert {name: found for name, found in defects.items() if found} == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "defect"),
-    [
-        ({}, "no help"),
-        ({"help": "Folder to write.", "metavar": "OUT"}, "no phrase"),
-        ({"help": "of the weights", "metavar": "NAME"}, "begins in the middle"),
-        ({"help": "by default none, as a number", "metavar": "N"}, "elsewhere"),
-        ({"help": "number of rows", "metavar": "N", "default": 3}, "does not say the default"),
-        ({"help": "number of rows"}, "no name in capitals"),
-    ],
-)
-def test_another_form_is_noticed(options, defect):
-    action = argparse.ArgumentParser().add_argument("--rows", **options)
-    assert any(defect in found for found in defects_of(action))
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_in_one_sentence_what_it_does_and_ends_with_examples(command):
     parser = parser_of(command)
