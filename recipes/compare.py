@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
+from _lib.checks import check_known, check_named
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
-from _lib.intervals import half_width, plus_minus
+from _lib.intervals import half_width, mean_of, plus_minus
 from _lib.parity import difference_in_size, size_of
 from _lib.plotting import panels, style
 from _lib.sample_efficiency import token_efficiencies
@@ -56,10 +57,8 @@ class CompareArguments:
     def __post_init__(self):
         if len(self.variants) < 2:
             raise ValueError(f"variants={list(self.variants)} must name at least two.")
-        if not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
-        if unknown := sorted(set(self.only) - set(self.variants)):
-            raise ValueError(f"only names {unknown}, which are not among variants={list(self.variants)}.")
+        check_named(self, "seeds")
+        check_known("only", self.only, self.variants)
         if self.reference is not None and self.reference not in (self.only or self.variants):
             named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
             raise ValueError(f"reference={self.reference!r} must be one of {named}.")
@@ -194,11 +193,7 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
         pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
         if name == reference or not pairs:
             continue
-        found[name] = {
-            "mean": statistics.mean(pairs),
-            "half_width_of_95_percent": half_width(pairs),
-            "pairs": len(pairs),
-        }
+        found[name] = mean_of(pairs) | {"pairs": len(pairs)}
     return found
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_models, check_texts, check_vocabulary
+from _lib.checks import check_known, check_models, check_named, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.intervals import half_width_of
@@ -73,10 +73,8 @@ class ExtrapolationArguments:
             raise ValueError(f"scored_tokens={self.scored_tokens} must be at least the longest of lengths.")
         if not self.models and not self.variants:
             raise ValueError("give models (trained checkpoints) or variants (to train first).")
-        if self.variants and not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
-        if unknown := sorted(set(self.read_as) - set(self.models)):
-            raise ValueError(f"read_as names {unknown}, which are not among models={list(self.models)}.")
+        check_named(self, *(["seeds"] if self.variants else []))
+        check_known("read_as", self.read_as, self.models)
         check_models(self.models)
 
 

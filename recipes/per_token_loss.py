@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_models, check_output, check_texts, check_vocabulary
+from _lib.checks import check_least, check_models, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
@@ -46,8 +46,7 @@ class PerTokenArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if self.sequence_length < 16:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 16.")
+        check_least(self, 16, "sequence_length")
         check_models(self.models)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_named
 from _lib.entry import start
 from _lib.intervals import half_width, plus_minus, quantile
 from _lib.plotting import REFERENCE, SPREAD, panels, style
@@ -49,8 +50,7 @@ class ScalingArguments:
         for family, members in self.families.items():
             if len(members) < 3:
                 raise ValueError(f"families: {family!r} has {len(members)} members; a fit needs at least 3.")
-        if not self.families or not self.seeds:
-            raise ValueError(f"families={list(self.families)} and seeds={self.seeds} must each name at least one.")
+        check_named(self, "families", "seeds")
 
 
 def fit(sizes: list[float], losses: list[float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.chat import set_chat_template
-from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_checkpoint, check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, perplexity, say, say_figures, write_figures, write_lines
@@ -67,8 +67,7 @@ class SftArguments:
                 f"give model_name_or_path and train_files, got model_name_or_path={self.model_name_or_path!r} and "
                 f"train_files={self.train_files}."
             )
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 0.")
+        check_least(self, 0, "lora_rank")
 
 
 def rows_of(files: list[str], limit: int | None = None) -> Dataset:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.recall_rows import with_recall_rows
@@ -113,8 +113,7 @@ class UpcycleArguments:
             raise ValueError(f"trained={self.trained!r} must be one of {', '.join(map(repr, TRAINED))}.")
         if self.trained == "new" and self.lora_rank is not None:
             raise ValueError(f"lora_rank={self.lora_rank} trains more than trained='new' does: give one of them.")
-        if self.lora_rank is not None and self.lora_rank < 1:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1.")
+        check_least(self, 1, "lora_rank")
         if not 0 < self.within_weight <= 1:
             raise ValueError(f"within_weight={self.within_weight} must lie above 0 and at most at 1.")
         if not 0 <= self.recall_share < 1:

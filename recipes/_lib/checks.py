@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,39 @@ def check_either(arguments: Any, one: str, other: str) -> None:
     if bool(given[one]) == bool(given[other]):
         told = " and ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(f"give either {one} or {other}, got {told}.")
+
+
+def check_named(arguments: Any, *names: str) -> None:
+    """Each of these settings names something.
+
+    Raises:
+        ValueError: one is empty.
+    """
+    for name in names:
+        if not (value := getattr(arguments, name)):
+            raise ValueError(f"{name}={value!r} must name at least one.")
+
+
+def check_least(arguments: Any, least: int, *names: str) -> None:
+    """Each of these settings is at least so much, or None.
+
+    Raises:
+        ValueError: one is less.
+    """
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def check_known(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """A setting names nothing that is not there.
+
+    Raises:
+        ValueError: it does.
+    """
+    known = list(known)
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{name} names {unknown}, which are not among {known}.")
 
 
 def check_config(model_type: str | None, fields: Mapping[str, Any], preset: str | None = None) -> None:

@@ -12,6 +12,11 @@ def half_width(values: Sequence[float]) -> float | None:
     return half_width_of(statistics.stdev(values), len(values)) if len(values) > 1 else None
 
 
+def mean_of(values: Sequence[float]) -> dict[str, float | None]:
+    """Their mean, and half the width of its 95 % interval."""
+    return {"mean": statistics.mean(values), "half_width_of_95_percent": half_width(values)}
+
+
 def half_width_of(deviation: float | None, count: int) -> float | None:
     """The same from the standard deviation of `count` values; None of fewer than two."""
     if deviation is None or count < 2:
