@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from scipy.stats import t as student
 
@@ -12,7 +13,7 @@ def half_width(values: Sequence[float]) -> float | None:
     return half_width_of(statistics.stdev(values), len(values)) if len(values) > 1 else None
 
 
-def mean_of(values: Sequence[float]) -> dict[str, float | None]:
+def mean_of(values: Sequence[float]) -> dict[str, Any]:
     """Their mean, and half the width of its 95 % interval."""
     return {"mean": statistics.mean(values), "half_width_of_95_percent": half_width(values)}
 
