@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
-from _lib.checks import check_known, check_named
+from _lib.checks import check_known, check_named, difference_in_size, size_of
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
-from _lib.intervals import half_width, mean_of, plus_minus
-from _lib.parity import difference_in_size, size_of
+from _lib.intervals import half_width, mean_of, plus_minus, token_efficiencies
 from _lib.plotting import panels, style
-from _lib.sample_efficiency import token_efficiencies
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, say, write_json, write_with_picture

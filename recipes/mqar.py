@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
-from _lib.checks import check_config, check_least, check_named
+from _lib.checks import check_config, check_least, check_named, difference_in_size, size_of
 from _lib.entry import start
-from _lib.parity import difference_in_size, size_of
 from _lib.plotting import measured_at, panels, style
 from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import Trainer, save_figure, say, write_figures

@@ -14,10 +14,9 @@ from typing import Any
 from _lib.checks import check_checkpoint, check_output
 from _lib.documents import DataArguments, get_tokenizer, load_documents
 from _lib.entry import start
+from _lib.masking import NewMasksEachEpoch, TokenMasking
 from _lib.rows import split_rows
 from _lib.runs import StartArguments, figures_of, seed_of_data, tokens_of, train_and_save, write_run
-from _lib.span_corruption import NewMasksEachEpoch
-from _lib.token_masking import TokenMasking
 from _lib.training import LanguageTrainer, perplexity
 
 from pretrain_clm import build_model

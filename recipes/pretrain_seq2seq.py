@@ -17,9 +17,9 @@ from typing import Any
 from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import DataArguments, ending_texts, get_tokenizer, load_documents
 from _lib.entry import start
+from _lib.masking import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.rows import RowStream, cut_rows, split_rows
 from _lib.runs import StartArguments, figures_of, seed_of_data, tokens_of, train_and_save, write_run
-from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.training import LanguageTrainer, load_to_train, perplexity
 
 from datasets import Dataset, IterableDataset

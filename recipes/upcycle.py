@@ -22,8 +22,7 @@ from _lib.documents import DataArguments, check_ends, get_tokenizer, load_docume
 from _lib.entry import start
 from _lib.recall_rows import with_recall_rows
 from _lib.rows import RowStream, packed_rows, split_rows
-from _lib.stages import Stage, StageTrainer
-from _lib.teacher_states import TeacherStates
+from _lib.stages import Stage, StageTrainer, TeacherStates
 from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, say_figures, write_json
 
 import torch

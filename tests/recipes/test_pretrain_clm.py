@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 from _lib.documents import DataArguments, load_documents
-from _lib.ngrams import bigram_loss, unigram_loss
 from _lib.rows import packed_rows
-from _lib.scoring import sliding_loss, token_losses
+from _lib.scoring import bigram_loss, sliding_loss, token_losses, unigram_loss
 from _lib.standard_text import standard_documents
 from evaluate_lm import EvaluationArguments, evaluate
 from pretrain_clm import ModelArguments, build_model, pretrain

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from _lib.documents import DataArguments, train_tokenizer
-from _lib.token_masking import TokenMasking
+from _lib.masking import TokenMasking
 from pretrain_mlm import MaskingArguments, pretrain
 from transformers import AutoModelForSequenceClassification
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from _lib.documents import DataArguments, train_tokenizer
-from _lib.span_corruption import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
+from _lib.masking import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
 from datasets import Dataset
 from finetune_glue import GlueArguments, glue
 from hypothesis import given, settings

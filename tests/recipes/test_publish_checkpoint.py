@@ -6,8 +6,7 @@ import pretrain_mlm
 import pretrain_seq2seq
 import pytest
 from _lib.documents import DataArguments
-from _lib.publishing import objective_of
-from publish_checkpoint import PublishArguments, publish
+from publish_checkpoint import PublishArguments, objective_of, publish
 
 from hf_hybrid_ssm.hub import check_folder
 from tests.recipes import small

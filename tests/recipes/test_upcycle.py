@@ -11,7 +11,7 @@ import pytest
 import torch
 from _lib.documents import DataArguments, train_tokenizer
 from _lib.recall_rows import with_recall_rows
-from _lib.teacher_states import TeacherStates
+from _lib.stages import TeacherStates
 from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from _lib.settings import read_settings
-from _lib.word_stream import Blocks, stream_of, word_tokenizer
 from pretrain_clm import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from word_lm import WordArguments, WordTrainer, lines_of, word_lm
+from word_lm import Blocks, WordArguments, WordTrainer, lines_of, stream_of, word_lm, word_tokenizer
 
 from tests.recipes.test_distributed import RECIPE, launched
 
