@@ -8,8 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-from _lib.intervals import half_width, half_width_of, plus_minus, quantile
-from _lib.sample_efficiency import token_efficiencies
+from _lib.intervals import half_width, half_width_of, plus_minus, quantile, token_efficiencies
 from table_text import load, markdown_table
 
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import kinds_table

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
+from _lib.checks import check_known, check_named, difference_in_size, size_of
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
-from _lib.intervals import half_width, plus_minus
-from _lib.parity import difference_in_size, size_of
+from _lib.intervals import half_width, mean_of, plus_minus, token_efficiencies
 from _lib.plotting import panels, style
-from _lib.sample_efficiency import token_efficiencies
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
-from _lib.training import perplexity, save_figure, say, write_json, write_results
+from _lib.training import perplexity, say, write_json, write_with_picture
 
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -56,10 +55,8 @@ class CompareArguments:
     def __post_init__(self):
         if len(self.variants) < 2:
             raise ValueError(f"variants={list(self.variants)} must name at least two.")
-        if not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
-        if unknown := sorted(set(self.only) - set(self.variants)):
-            raise ValueError(f"only names {unknown}, which are not among variants={list(self.variants)}.")
+        check_named(self, "seeds")
+        check_known("only", self.only, self.variants)
         if self.reference is not None and self.reference not in (self.only or self.variants):
             named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
             raise ValueError(f"reference={self.reference!r} must be one of {named}.")
@@ -157,12 +154,9 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
                 figures["differences"] = differences(runs, arguments.reference)
                 figures["token_efficiency"] = efficiencies(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
-    targets = [Path(arguments.output_dir) / "comparison.json"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target, figures)
-        if any(run["curve"] for found in runs.values() for run in found):
-            save_figure(draw(figures["models"]), target.with_suffix(".png"))
+    has_curves = any(run["curve"] for found in runs.values() for run in found)
+    picture = partial(draw, figures["models"]) if has_curves else None
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "comparison", arguments.results)
     say(table(figures))
     return figures
 
@@ -197,11 +191,7 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
         pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
         if name == reference or not pairs:
             continue
-        found[name] = {
-            "mean": statistics.mean(pairs),
-            "half_width_of_95_percent": half_width(pairs),
-            "pairs": len(pairs),
-        }
+        found[name] = mean_of(pairs) | {"pairs": len(pairs)}
     return found
 
 

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_named
 from _lib.entry import start
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
@@ -37,12 +38,7 @@ class CompareLraArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
-        if not self.tasks or not self.variants:
-            raise ValueError(
-                f"tasks={list(self.tasks)} and variants={list(self.variants)} must each name at least one."
-            )
+        check_named(self, "seeds", "tasks", "variants")
 
 
 def settings_of(arguments: CompareLraArguments) -> dict[tuple[str, str, int], dict[str, Any]]:

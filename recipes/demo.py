@@ -21,8 +21,7 @@ from typing import Any
 
 from _lib.documents import DataArguments, begin_of, token_ids
 from _lib.entry import guarded
-from _lib.ngrams import bigram_loss, unigram_loss
-from _lib.scoring import scored_documents, sliding_loss
+from _lib.scoring import bigram_loss, scored_documents, sliding_loss, unigram_loss
 from _lib.standard_text import standard_documents
 from _lib.training import perplexity, plot_loss, write_json
 

@@ -11,7 +11,7 @@ What was stopped goes on with the runs it lacks.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from _lib.checks import (
     check_checkpoint,
     check_columns,
     check_config,
+    check_either,
+    check_known,
     check_labels,
     check_scores,
     check_texts,
@@ -28,7 +30,7 @@ from _lib.checks import (
 from _lib.compared_texts import ComparedTexts, PairCollator
 from _lib.documents import token_ids, train_tokenizer
 from _lib.entry import start
-from _lib.sweeps import check_claim, claim, once, training_settings
+from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines, write_text
 
 import numpy as np
@@ -99,13 +101,8 @@ class GlueArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if unknown := sorted(set(self.tasks) - set(TASKS)):
-            raise ValueError(f"tasks={unknown} are not among {sorted(TASKS)}.")
-        if (self.model_type is None) == (self.model_name_or_path is None):
-            raise ValueError(
-                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
-                f"model_name_or_path={self.model_name_or_path!r}."
-            )
+        check_known("tasks", self.tasks, TASKS)
+        check_either(self, "model_type", "model_name_or_path")
         if self.pairs not in ("together", "apart"):
             raise ValueError(f"pairs={self.pairs!r} must be 'together' or 'apart'.")
         check_config(self.model_type, self.config if self.model_type else {})
@@ -262,8 +259,7 @@ def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any
             type(check_checkpoint(name, "model_name_or_path", AutoModelForSequenceClassification)), arguments.config
         )
         AutoTokenizer.from_pretrained(name)
-    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
-    settings |= training_settings(training)
+    settings = settings_of(arguments, training)
     check_claim(training.output_dir, settings, arguments.overwrite)
     for name in arguments.tasks:  # the last task's data too, before the first one trains
         check_task(name, load_task(name, arguments.data_folder))

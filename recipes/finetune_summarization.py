@@ -17,6 +17,7 @@ from _lib.checks import (
     check_checkpoint,
     check_columns,
     check_config,
+    check_either,
     check_output,
     check_texts,
     check_vocabulary,
@@ -85,19 +86,11 @@ class SummarizationArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if (self.model_type is None) == (self.model_name_or_path is None):
-            raise ValueError(
-                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
-                f"model_name_or_path={self.model_name_or_path!r}."
-            )
+        check_either(self, "model_type", "model_name_or_path")
         check_config(self.model_type or None, self.config if self.model_type else {})
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
-        if bool(self.train_files) == (self.dataset_name is not None):
-            raise ValueError(
-                f"give either train_files or dataset_name, got train_files={self.train_files} and "
-                f"dataset_name={self.dataset_name!r}."
-            )
+        check_either(self, "train_files", "dataset_name")
 
 
 def load_splits(arguments: SummarizationArguments) -> dict[str, Dataset]:

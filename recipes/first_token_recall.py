@@ -14,16 +14,17 @@ was stopped goes on with the runs it lacks.
 
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native
+from _lib.checks import check_known, check_least, check_named
 from _lib.entry import start
 from _lib.intervals import half_width
 from _lib.plotting import REFERENCE, measured_at, panels, style
-from _lib.sweeps import claim, once, training_settings
+from _lib.sweeps import claim, once, settings_of
 from _lib.training import Trainer, save_figure, say, write_figures
 
 import numpy as np
@@ -79,17 +80,12 @@ class RecallArguments:
                 f"questions={self.questions} must be at least 1 and at most length - nearest = "
                 f"{self.length - self.nearest}."
             )
-        for name in ("answers", "fillers", "test_rows", "test_batch"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        if not self.distances or min(self.distances) < 1:
-            raise ValueError(f"distances={self.distances} must name at least one, each at least 1.")
-        if not self.learning_rates or not self.seeds or not self.models:
-            raise ValueError("learning_rates, seeds and models must each name at least one.")
-        grouped = [name for names in self.groups.values() for name in names]
-        for key, named in (("groups", grouped), ("only", self.only)):
-            if unknown := sorted(set(named) - set(self.models)):
-                raise ValueError(f"{key} names {unknown}, which are not among models={list(self.models)}.")
+        check_least(self, 1, "answers", "fillers", "test_rows", "test_batch")
+        check_named(self, "distances", "learning_rates", "seeds", "models")
+        if min(self.distances) < 1:
+            raise ValueError(f"distances={self.distances} must each be at least 1.")
+        check_known("groups", (name for names in self.groups.values() for name in names), self.models)
+        check_known("only", self.only, self.models)
 
     @property
     def vocab_size(self) -> int:
@@ -159,7 +155,6 @@ def run(fields: dict[str, Any], options: dict[str, Any], arguments: RecallArgume
     fields = {"vocab_size": arguments.vocab_size} | arguments.config | fields
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    model.config.use_cache = False
     rows = training.max_steps * training.train_batch_size
     data = Dataset.from_dict(training_rows(arguments, rows, training.seed)).with_format("torch")
     trainer = Trainer(model=model, args=training, train_dataset=data, data_collator=default_data_collator)
@@ -187,12 +182,11 @@ def within(shares: dict[str, float], arguments: RecallArguments) -> float:
 
 def sweep(arguments: RecallArguments, training: TrainingArguments) -> dict[str, Any]:
     """Every model at its best learning rate, seed by seed. Models and seeds may be added to a sweep that has run."""
-    left_out = ("models", "groups", "seeds", "only", "learning_rates", "results", "overwrite")
-    kept = {name: value for name, value in asdict(arguments).items() if name not in left_out}
+    kept = settings_of(arguments, without=("models", "groups", "seeds", "only", "learning_rates"))
     options, folder = training.to_dict(), Path(training.output_dir)
     names = arguments.only or list(arguments.models)
     for name in names:
-        fields = {"model": arguments.models[name], **kept, **training_settings(training)}
+        fields = {"model": arguments.models[name], **kept, **settings_of(None, training)}
         claim(folder / name, fields, arguments.overwrite, "*-*.json")
 
     def result(name: str, rate: float, seed: int) -> dict[str, Any]:
@@ -213,9 +207,8 @@ def sweep(arguments: RecallArguments, training: TrainingArguments) -> dict[str, 
         figures["models"] = {name: {"learning_rate": rates[name], **summary(found)} for name, found in runs.items()}
         write_figures(figures, folder, arguments.results and f"{arguments.results}.json")
         say(table(figures))
-    for path in (folder / "accuracy.png", arguments.results and f"{arguments.results}.png"):
-        if path is not None:
-            save_figure(draw(figures, arguments.groups), path)
+    for path in (folder / "accuracy", *filter(None, [arguments.results])):
+        save_figure(draw(figures, arguments.groups), f"{path}.png")
     return figures
 
 

@@ -17,6 +17,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from _lib.checks import check_known, check_named
 from _lib.documents import begin_of, token_ids
 from _lib.entry import start
 from _lib.training import say, write_figures
@@ -52,12 +53,10 @@ class BaselineArguments:
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
-        if unknown := sorted(set(self.tasks) - set(TASKS)):
-            raise ValueError(f"tasks={unknown} are not among {sorted(TASKS)}.")
+        check_known("tasks", self.tasks, TASKS)
         if wrong := [name for name in self.probed if len(TASKS[name].columns) > 1] if self.encoder else []:
             raise ValueError(f"probed={wrong} are tasks of two texts.")
-        if not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
+        check_named(self, "seeds")
 
 
 def overlap(first: str, second: str) -> tuple[float, float, float]:

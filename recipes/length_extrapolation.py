@@ -13,17 +13,18 @@ scored on exactly the same tokens, so that only the context changes. Writes leng
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_texts, check_vocabulary
+from _lib.checks import check_known, check_models, check_named, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.intervals import half_width_of
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.sweeps import check_claim, claim
-from _lib.training import perplexity, save_figure, say, write_results
+from _lib.training import perplexity, say, write_with_picture
 
 import torch
 from compare import merged, parsed, run
@@ -72,13 +73,9 @@ class ExtrapolationArguments:
             raise ValueError(f"scored_tokens={self.scored_tokens} must be at least the longest of lengths.")
         if not self.models and not self.variants:
             raise ValueError("give models (trained checkpoints) or variants (to train first).")
-        if self.variants and not self.seeds:
-            raise ValueError("seeds=[] must name at least one.")
-        if unknown := sorted(set(self.read_as) - set(self.models)):
-            raise ValueError(f"read_as names {unknown}, which are not among models={list(self.models)}.")
-        for name, checkpoints in self.models.items():
-            for checkpoint in checkpoints:
-                check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
+        check_named(self, *(["seeds"] if self.variants else []))
+        check_known("read_as", self.read_as, self.models)
+        check_models(self.models)
 
 
 def folders_of(arguments: ExtrapolationArguments, name: str) -> list[str]:
@@ -182,11 +179,8 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
         fields = arguments.read_as.get(name)
         found = [curve_of(checkpoint, arguments, fields) for checkpoint in checkpoints]
         figures["models"][name] = summary([curve for curve, _ in found], found[0][1], arguments)
-    targets = [Path(arguments.output_dir) / "length_extrapolation"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures), target.with_suffix(".png"))
+    picture = partial(draw, figures)
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "length_extrapolation", arguments.results)
     say(table(figures))
     return figures
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output
+from _lib.checks import check_checkpoint, check_known, check_least, check_output
 from _lib.entry import start
 from _lib.training import write_figures
 
@@ -57,10 +57,8 @@ class TableArguments:
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
-        if unknown := sorted(set(self.tasks) - set(COLUMNS)):
-            raise ValueError(f"tasks={unknown} are not among {list(COLUMNS)}.")
-        if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
-            raise ValueError(f"batch_size={self.batch_size} and limit={self.limit} must be at least 1.")
+        check_known("tasks", self.tasks, COLUMNS)
+        check_least(self, 1, "batch_size", "limit")
         if self.data_folder is not None and not (Path(self.data_folder) / "lm_eval_tasks").is_dir():
             raise FileNotFoundError(f"data_folder={self.data_folder!r} holds no folder lm_eval_tasks.")
 

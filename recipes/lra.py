@@ -10,13 +10,13 @@ last ones. Writes results.json (accuracy on validation and test, next to the mos
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_config, check_output, clear_checkpoints
+from _lib.checks import check_config, check_output
 from _lib.entry import start
 from _lib.lra_data import TASKS, collate, load_task
-from _lib.training import Trainer, checkpoint_to_resume, say_figures, write_figures, write_json
+from _lib.runs import figures_of, train_and_save, write_run
+from _lib.training import Trainer
 
 import numpy as np
 from transformers import (
@@ -111,31 +111,20 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
         data_collator=partial(collate, paired=paired, separator=SEPARATOR if task.paired and not paired else None),
         compute_metrics=accuracy,
     )
-    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
-    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    results: dict[str, Any] = {
+    run = train_and_save(trainer, arguments)
+    results = figures_of(trainer, run) | {
         "task": arguments.task,
-        "model_type": arguments.model_type,
         "preset": arguments.preset,
-        "parameters": model.num_parameters(),
         "rows": {name: len(rows) for name, rows in splits.items()},
-        "steps": trainer.state.global_step,
         "scored_step": trainer.state.best_global_step or trainer.state.global_step,
-        "train_loss": round(run.training_loss, 4),
-        "seconds": round(run.metrics["train_runtime"], 1),
     }
-    trainer.save_model()
     common = np.bincount(splits["train"].with_format(None)["label"]).argmax()
     for name in ("validation", "test"):
         labels = np.array(splits[name].with_format(None)["label"])
         found = trainer.evaluate(splits[name])["eval_accuracy"]
         baseline = 100 * float((labels == common).mean())
         results[name] = {"accuracy": round(found, 2), "commonest_class": round(baseline, 2)}
-    if trainer.is_world_process_zero():
-        write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
-        write_figures(results, training.output_dir, arguments.results)
-        say_figures(results)
-    return results
+    return write_run(trainer, results, arguments.results)
 
 
 if __name__ == "__main__":

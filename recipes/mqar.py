@@ -11,18 +11,17 @@ rate. Writes results.json and accuracy.png to `output_dir`. A sweep that was sto
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
-from _lib.checks import check_config
+from _lib.checks import check_config, check_least, check_named, difference_in_size, size_of
 from _lib.entry import start
-from _lib.parity import difference_in_size, size_of
 from _lib.plotting import measured_at, panels, style
-from _lib.sweeps import check_claim, claim, once, training_settings
+from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import Trainer, save_figure, say, write_figures
 
 import numpy as np
@@ -81,11 +80,8 @@ class MqarArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        for name in ("seeds", "learning_rates", "options"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}=[] must name at least one; options=[{{}}] trains as the settings say.")
-        if self.finalists < 1:
-            raise ValueError(f"finalists={self.finalists} must be at least 1.")
+        check_named(self, "seeds", "learning_rates", "options")
+        check_least(self, 1, "finalists")
         tried = {name for options in self.options for name in options}
         if unknown := sorted(tried - set(TrainingArguments.__dataclass_fields__)):
             raise ValueError(f"options: {unknown} are not training arguments.")
@@ -175,7 +171,6 @@ def run(
     training = TrainingArguments(**options)
     set_seed(training.seed)
     model = AutoModelForCausalLM.from_config(config)
-    model.config.use_cache = False
     trainer = Trainer(
         model=model,
         args=training,
@@ -255,8 +250,7 @@ def best_trial(one: Callable[[dict[str, Any], int], dict[str, Any]], arguments: 
 
 def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
     """The best way to train of every model, length and width."""
-    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
-    settings |= training_settings(training)
+    settings = settings_of(arguments, training)
     if training.eval_strategy == "no":
         raise ValueError(
             'eval_strategy="no": the accuracy is measured while a model trains; give eval_strategy=epoch.'
@@ -283,9 +277,8 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
                 say(results[-1])
                 figures = {"torch": torch.__version__, "best": results}
                 write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")
-    for path in (Path(training.output_dir) / "accuracy.png", arguments.results and f"{arguments.results}.png"):
-        if path is not None:
-            save_figure(draw(results), path)
+    for path in (Path(training.output_dir) / "accuracy", *filter(None, [arguments.results])):
+        save_figure(draw(results), f"{path}.png")
     return results
 
 

@@ -10,14 +10,15 @@ Writes per_token_loss.json and .png to `output_dir`, and both to `results` (a pa
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
+from _lib.checks import check_least, check_models, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
-from _lib.training import save_figure, say, write_results
+from _lib.training import say, write_with_picture
 
 import numpy as np
 import torch
@@ -45,11 +46,8 @@ class PerTokenArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if self.sequence_length < 16:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 16.")
-        for name, checkpoints in self.models.items():
-            for checkpoint in checkpoints:
-                check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
+        check_least(self, 16, "sequence_length")
+        check_models(self.models)
 
 
 def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -129,11 +127,8 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
             "mean_loss_of_the_last_half": float(last.mean()),
             "flat_from_position": flat_from(curve),
         }
-    targets = [Path(arguments.output_dir) / "per_token_loss"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures["models"]), target.with_suffix(".png"))
+    picture = partial(draw, figures["models"])
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "per_token_loss", arguments.results)
     for name, found in figures["models"].items():
         say(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
     return figures

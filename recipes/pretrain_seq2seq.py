@@ -12,26 +12,16 @@ be summarized with (finetune_summarization.py) and its encoder classified with (
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import DataArguments, ending_texts, get_tokenizer, load_documents
 from _lib.entry import start
+from _lib.masking import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.rows import RowStream, cut_rows, split_rows
-from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
-from _lib.training import (
-    LanguageTrainer,
-    checkpoint_to_resume,
-    load_to_train,
-    perplexity,
-    plot_loss,
-    say_figures,
-    write_figures,
-    write_json,
-)
+from _lib.runs import StartArguments, figures_of, seed_of_data, tokens_of, train_and_save, write_run
+from _lib.training import LanguageTrainer, load_to_train, perplexity
 
-import torch
 from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -42,31 +32,21 @@ from transformers import (
 )
 
 from hf_hybrid_ssm.hub.configurations import new_config
+from hf_hybrid_ssm.training.warm_start import copy_embeddings
 
 SHORTEST_ROW = 8  # tokens; what is left at the end of all documents may be shorter, and is dropped
 
 
 @dataclass
-class SpanArguments:
+class SpanArguments(StartArguments):
     """Which model to train, and how much of the text it must restore. `sequence_length` is that of the input."""
 
-    model_type: str | None = field(default=None, metadata={"help": "spade_seq2seq, t5, ...: from scratch"})
-    preset: str | None = field(default=None, metadata={"help": "spade-base"})
-    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
-    model_name_or_path: str | None = field(default=None, metadata={"help": "start from these weights instead"})
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-    resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
-    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
-        if (self.model_type is None) == (self.model_name_or_path is None):
-            raise ValueError(
-                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
-                f"model_name_or_path={self.model_name_or_path!r}."
-            )
-        check_config(self.model_type, self.config, self.preset)
+        super().__post_init__()
         if not 0 < self.noise_density < 1:
             raise ValueError(f"noise_density={self.noise_density} must lie between 0 and 1.")
         if self.mean_span_length < 1:
@@ -128,6 +108,8 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
         special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
         values = {"vocab_size": len(tokenizer)} | special | arguments.config
         model = AutoModelForSeq2SeqLM.from_config(new_config(str(arguments.model_type), arguments.preset, **values))
+    if arguments.embeddings_from is not None:
+        copy_embeddings(model, arguments.embeddings_from)
     check_vocabulary(model, tokenizer)
     if (positions := getattr(model.config, "max_target_positions", target_length)) < target_length:
         raise ValueError(f"max_target_positions={positions} is below the target's {target_length} tokens.")
@@ -142,12 +124,11 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
     set_seed(training.seed)
     noise = (arguments.noise_density, arguments.mean_span_length)
     length, target_length = text_length(data.sequence_length, *noise)
-    seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
         is_new = data.tokenizer is None and arguments.model_name_or_path is None
         tokenizer = with_sentinels(get_tokenizer(data, texts, arguments.model_name_or_path), is_new)
-        train = token_rows(texts, tokenizer, data, length, seed)
+        train = token_rows(texts, tokenizer, data, length, seed_of_data(training))
         held_out = None if validation_texts is None else token_rows(validation_texts, tokenizer, data, length)
     model = build_model(arguments, tokenizer, target_length)
     train, held_out = split_rows(train, held_out, data)
@@ -162,32 +143,17 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         data_collator=collator,
         callbacks=[NewMasksEachEpoch(collator)],
     )
-    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
-    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    run = train_and_save(trainer, arguments)
     validation_loss = trainer.evaluate()["eval_loss"]
     others = trainer.evaluate(with_other_inputs(trainer.eval_dataset), metric_key_prefix="eval_others")
-    rows_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    results = {
-        "model_type": model.config.model_type,
-        "parameters": model.num_parameters(),
-        "steps": trainer.state.global_step,
-        "text_tokens": trainer.state.global_step * rows_per_step * length,
+    results = figures_of(trainer, run) | {
+        "text_tokens": tokens_of(trainer, length),
         "lengths": {"text": length, "input": data.sequence_length, "target": target_length},
-        "train_loss": run.metrics["train_loss"],
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
         "validation_loss_with_other_inputs": others["eval_others_loss"],
-        "seconds": run.metrics["train_runtime"],
-        "torch": torch.__version__,
     }
-    if trainer.is_world_process_zero():
-        write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
-        write_figures(results, training.output_dir, arguments.results)
-        plot_loss(trainer.state.log_history, Path(training.output_dir) / "loss.png")
-        say_figures(results)
-    return results
+    return write_run(trainer, results, arguments.results)
 
 
 if __name__ == "__main__":

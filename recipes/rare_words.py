@@ -19,23 +19,24 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
+from _lib.checks import check_known, check_least, check_models, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files
 from _lib.entry import start
-from _lib.intervals import half_width
+from _lib.intervals import mean_of
 from _lib.plotting import measured_at, panels, style
 from _lib.scoring import token_losses
-from _lib.training import save_figure, say, write_results
+from _lib.training import say, write_with_picture
 
 import torch
 from length_extrapolation import load
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
@@ -66,16 +67,12 @@ class RareWordsArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if self.row_length < 16:
-            raise ValueError(f"row_length={self.row_length} must be at least 16.")
-        if self.most < 0:
-            raise ValueError(f"most={self.most} must be at least 0.")
+        check_least(self, 16, "row_length")
+        check_least(self, 0, "most")
         if len(self.distances) < 2 or self.distances[0] < 1 or any(b <= a for a, b in pairwise(self.distances)):
             raise ValueError(f"distances={self.distances} must be at least two growing numbers, from 1 on.")
-        if unknown := sorted(set(self.read_as) - set(self.models)):
-            raise ValueError(f"read_as names {unknown}, which are not among models={list(self.models)}.")
-        for name, checkpoint in self.models.items():
-            check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
+        check_known("read_as", self.read_as, self.models)
+        check_models(self.models)
 
 
 @dataclass
@@ -142,12 +139,8 @@ def rows_of(
 def mean_over_words(values: dict[str, list[float]]) -> dict[str, Any]:
     """Of each word the mean of its mentions; of these the mean, and half the width of its 95 % interval."""
     means = [statistics.mean(of_word) for of_word in values.values()]
-    return {
-        "mentions": sum(map(len, values.values())),
-        "words": len(means),
-        "mean": statistics.mean(means) if means else None,
-        "half_width_of_95_percent": half_width(means),
-    }
+    found = mean_of(means) if means else {"mean": None, "half_width_of_95_percent": None}
+    return {"mentions": sum(map(len, values.values())), "words": len(means)} | found
 
 
 def classes(distances: list[int]) -> list[str]:
@@ -209,11 +202,8 @@ def rare_words(arguments: RareWordsArguments) -> dict[str, Any]:
             for name, checkpoint in arguments.models.items()
         },
     }
-    targets = [Path(arguments.output_dir) / "rare_words"]
-    targets += [Path(arguments.results)] if arguments.results else []
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures), target.with_suffix(".png"))
+    picture = partial(draw, figures)
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "rare_words", arguments.results)
     for name, found in figures["models"].items():
         savings = (f"{name}: {each['mean']:.2f}" for name, each in found["saved"].items() if each["mean"] is not None)
         say(f"{name}: first mention {found['first']['mean']:.2f} nats, saved later {', '.join(savings)}")

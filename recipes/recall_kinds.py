@@ -10,14 +10,14 @@ checkpoints, or made of the teacher. Writes results.json to `output_dir`, and to
 not measured again.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _lib.documents import documents_of_files, paths_of
 from _lib.entry import start
-from _lib.sweeps import check_claim, claim, once
+from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import say, write_figures
 
 import torch
@@ -61,7 +61,7 @@ class RecallKindsArguments:
 def measure(arguments: RecallKindsArguments) -> dict[str, Any]:
     """All models; returns what is written to results.json."""
     folder = Path(arguments.output_dir)
-    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
+    settings = settings_of(arguments)
     asked = {name: value for name, value in settings.items() if name != "students"}  # more students may follow
     check_claim(folder, asked, arguments.overwrite)
     teacher = load_teacher(arguments.teacher, dtype=getattr(torch, arguments.dtype))

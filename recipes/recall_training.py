@@ -141,7 +141,6 @@ def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> No
     teacher = load_teacher(arguments.teacher, torch.float32)
     student, report = upcycle(teacher, Keep(arguments.keep, window=arguments.window))
     say(report)
-    student.config.use_cache = False
     teacher.model.to(torch.bfloat16 if training.bf16 else torch.float32).requires_grad_(False)
     count = training.max_steps * training.gradient_accumulation_steps * training.per_device_train_batch_size
     rows = RecallRows(arguments, teacher.tokenizer, count, training.seed)

@@ -12,14 +12,16 @@ too; every trained model stays in its folder, for per_token_loss.py, and a ladde
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_named
 from _lib.entry import start
 from _lib.intervals import half_width, plus_minus, quantile
 from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.sweeps import check_claim, claim
-from _lib.training import save_figure, say, write_results
+from _lib.training import say, write_with_picture
 
 import numpy as np
 from compare import merged, parsed, run
@@ -48,8 +50,7 @@ class ScalingArguments:
         for family, members in self.families.items():
             if len(members) < 3:
                 raise ValueError(f"families: {family!r} has {len(members)} members; a fit needs at least 3.")
-        if not self.families or not self.seeds:
-            raise ValueError(f"families={list(self.families)} and seeds={self.seeds} must each name at least one.")
+        check_named(self, "families", "seeds")
 
 
 def fit(sizes: list[float], losses: list[float]) -> dict[str, float]:
@@ -106,11 +107,8 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
                 points[family].append({"member": member, "seed": seed, **found})
         figures = {"settings": settings, "seeds": arguments.seeds}
         figures["families"] = {family: ladder(found) for family, found in points.items()}
-        targets = [Path(arguments.output_dir) / "scaling"]
-        targets += [Path(arguments.results)] if arguments.results else []
-        for target in targets:
-            write_results(target.with_suffix(".json"), figures)
-            save_figure(draw(figures["families"]), target.with_suffix(".png"))
+        picture = partial(draw, figures["families"])
+        write_with_picture(figures, picture, Path(arguments.output_dir) / "scaling", arguments.results)
     say(table(figures["families"]))
     return figures
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.chat import set_chat_template
-from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_checkpoint, check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, perplexity, say, say_figures, write_figures, write_lines
@@ -36,6 +35,34 @@ except ImportError as error:
     raise SystemExit(f"{error.name} is needed: {install_command('train', 'sft')}") from error
 
 FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
+
+
+# The end-of-text token closes each answer, so that generation stops there. What stands between the generation tags is
+# what `assistant_only_loss` trains. The space is part of the answer, as byte-level vocabularies begin words with it.
+PLAIN = """{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+Assistant:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}
+
+{% else %}
+{{ message['role'] | capitalize }}: {{ message['content'] }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+Assistant:
+{%- endif %}
+"""
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> None:
+    """The template of a file; without one, the tokenizer keeps its own, or gets `PLAIN`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if path is not None:
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN
 
 
 class InstructionTrainer(Trainer, SFTTrainer):
@@ -67,8 +94,7 @@ class SftArguments:
                 f"give model_name_or_path and train_files, got model_name_or_path={self.model_name_or_path!r} and "
                 f"train_files={self.train_files}."
             )
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 0.")
+        check_least(self, 0, "lora_rank")
 
 
 def rows_of(files: list[str], limit: int | None = None) -> Dataset:

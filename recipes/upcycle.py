@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.recall_rows import with_recall_rows
 from _lib.rows import RowStream, packed_rows, split_rows
-from _lib.stages import Stage, StageTrainer
-from _lib.teacher_states import TeacherStates
+from _lib.stages import Stage, StageTrainer, TeacherStates
 from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, say_figures, write_json
 
 import torch
@@ -113,8 +112,7 @@ class UpcycleArguments:
             raise ValueError(f"trained={self.trained!r} must be one of {', '.join(map(repr, TRAINED))}.")
         if self.trained == "new" and self.lora_rank is not None:
             raise ValueError(f"lora_rank={self.lora_rank} trains more than trained='new' does: give one of them.")
-        if self.lora_rank is not None and self.lora_rank < 1:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1.")
+        check_least(self, 1, "lora_rank")
         if not 0 < self.within_weight <= 1:
             raise ValueError(f"within_weight={self.within_weight} must lie above 0 and at most at 1.")
         if not 0 <= self.recall_share < 1:
@@ -329,7 +327,6 @@ def run_stage(
             parameter.requires_grad_(within(name, new))
     elif arguments.lora_rank is not None:
         model = frozen_beside_the_new(student, arguments.lora_rank)
-    model.config.use_cache = False
     trainer = trainer_of(model, stage, settings)
     resume = "auto" if arguments.resume and not arguments.overwrite else None
     clear_checkpoints(settings.output_dir, arguments.overwrite)
@@ -354,6 +351,7 @@ def save(
     """An ordinary checkpoint, or a delta, whose card names the teacher and the gap."""
     if not training.should_save:
         return
+    student.config.use_cache = True  # a Trainer that only evaluates turns it off
     if arguments.delta:
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:

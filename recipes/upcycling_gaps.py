@@ -17,16 +17,18 @@ to `results` (a path without extension).
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_least, check_named
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
 from _lib.entry import start
-from _lib.intervals import half_width, plus_minus
+from _lib.intervals import half_width, mean_of, plus_minus
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.settings import filled
-from _lib.training import perplexity, save_figure, say, write_json, write_results
+from _lib.training import perplexity, say, write_json, write_with_picture
 
 import torch
 from compare import merged
@@ -63,14 +65,12 @@ class GapArguments:
     results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
 
     def __post_init__(self):
-        if not self.variants or not self.seeds:
-            raise ValueError(f"variants={list(self.variants)} and seeds={self.seeds} must each name at least one.")
+        check_named(self, "variants", "seeds")
         if not isinstance(self.files, dict) or not self.files:
             raise ValueError(
                 f"files={self.files!r} must map one kind of text or more to its files: {{novels: [...]}}."
             )
-        if self.factor < 2:
-            raise ValueError(f"factor={self.factor} must be at least 2.")
+        check_least(self, 2, "factor")
         if self.reference is not None and self.reference not in self.variants:
             raise ValueError(f"reference={self.reference!r} must be one of variants={list(self.variants)}.")
         for name, over in self.variants.items():
@@ -181,12 +181,8 @@ def gaps(arguments: GapArguments) -> dict[str, Any]:
             if arguments.reference is not None and runs[arguments.reference]:
                 figures["differences"] = differences(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "upcycling_gaps.json", figures)
-    targets = [Path(arguments.output_dir) / "upcycling_gaps"] + (
-        [Path(arguments.results)] if arguments.results else []
-    )
-    for target in targets:
-        write_results(target.with_suffix(".json"), figures)
-        save_figure(draw(figures), target.with_suffix(".png"))
+    picture = partial(draw, figures)
+    write_with_picture(figures, picture, Path(arguments.output_dir) / "upcycling_gaps", arguments.results)
     say(table(figures))
     return figures
 
@@ -203,15 +199,8 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
             for kind in pairs[0][0]["losses"]
         }
         whole = [one["loss"] - other["loss"] for one, other in pairs]
-        found[name] = {
-            "mean": statistics.mean(whole),
-            "half_width_of_95_percent": half_width(whole),
-            "by_kind": {
-                kind: {"mean": statistics.mean(gaps), "half_width_of_95_percent": half_width(gaps)}
-                for kind, gaps in by_kind.items()
-            },
-            "pairs": whole,
-        }
+        found[name] = mean_of(whole) | {"by_kind": {kind: mean_of(gaps) for kind, gaps in by_kind.items()}}
+        found[name]["pairs"] = whole
     return found
 
 

@@ -10,17 +10,17 @@ student recalls is measured before and after them. Writes results.json to `outpu
 that was stopped goes on with the models it lacks.
 """
 
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_named
 from _lib.entry import start
-from _lib.intervals import half_width
+from _lib.intervals import mean_of
 from _lib.stages import Stage, StageTrainer
-from _lib.sweeps import check_claim, claim, once, training_settings
+from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import Trainer, say, write_figures
 
 import torch
@@ -64,9 +64,7 @@ class UpcyclingRecallArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        for name in ("students", "tasks", "seeds"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must name at least one.")
+        check_named(self, "students", "tasks", "seeds")
         if TEACHER in self.students:
             raise ValueError(f"students: {TEACHER!r} is the name of the model they are made of.")
         known = set(TrainingArguments.__dataclass_fields__)
@@ -168,7 +166,6 @@ def train_student(
             continue
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(stage != "align" or within(name, new))
-        model.config.use_cache = False
         trainer = StageTrainer(
             model=model, args=training, train_dataset=task.rows(seed), data_collator=default_data_collator,
             stage=Stage(stage, teacher),
@@ -182,8 +179,7 @@ def train_student(
 
 def recall(arguments: UpcyclingRecallArguments, training: TrainingArguments) -> dict[str, Any]:
     """All models of all tasks, seed by seed; returns what is written to results.json."""
-    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
-    settings |= training_settings(training)
+    settings = settings_of(arguments, training)
     folder = Path(training.output_dir)
     check_claim(folder, settings, arguments.overwrite)
     tasks = {name: task_of(each) for name, each in arguments.tasks.items()}
@@ -221,10 +217,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for kind in ("recall_at_the_start", "recall"):
         if kind in runs[0]:
             shares = {what: [run[kind][what] for run in runs] for what in runs[0][kind]}
-            found[kind] = {
-                what: {"mean": statistics.mean(each), "half_width_of_95_percent": half_width(each)}
-                for what, each in shares.items()
-            }
+            found[kind] = {what: mean_of(each) for what, each in shares.items()}
     return found | {"runs": runs}
 
 

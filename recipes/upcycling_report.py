@@ -11,15 +11,15 @@ A report that was stopped goes on with what it lacks.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint
+from _lib.checks import check_checkpoint, check_known
 from _lib.documents import documents_of_files, token_ids
 from _lib.entry import start
-from _lib.sweeps import check_claim, claim, once
+from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import say, write_figures
 
 import torch
@@ -76,8 +76,7 @@ class ReportArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if unknown := sorted(set(self.tasks) - set(RECALL_TASKS)):
-            raise ValueError(f"tasks: {unknown} are not among {', '.join(RECALL_TASKS)}.")
+        check_known("tasks", self.tasks, RECALL_TASKS)
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'.")
         if TEACHER in self.students:
@@ -165,7 +164,7 @@ def texts_of(arguments: ReportArguments, tokenizer: PreTrainedTokenizerBase) -> 
 def report(arguments: ReportArguments) -> dict[str, Any]:
     """Judge all; returns what is written to results.json."""
     folder = Path(arguments.output_dir)
-    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
+    settings = settings_of(arguments)
     check_claim(folder, settings, arguments.overwrite)
     files = open_teacher(arguments.teacher)
     for given in arguments.students.values():

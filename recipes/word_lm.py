@@ -10,33 +10,93 @@ line's end counts as one, unknown words as `<unk>`). Writes to `output_dir`: mod
 results.json, history.json and loss.png.
 """
 
+from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from glob import glob
-from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_output, clear_checkpoints
+from _lib.checks import check_either, check_output
+from _lib.documents import paths_of
 from _lib.entry import start
-from _lib.training import (
-    Trainer,
-    checkpoint_to_resume,
-    perplexity,
-    plot_loss,
-    say_figures,
-    write_figures,
-    write_json,
-)
-from _lib.word_stream import Blocks, stream_of, word_tokenizer
+from _lib.runs import figures_of, train_and_save, write_run
+from _lib.training import Trainer, perplexity
 
 import numpy as np
 import torch
 import transformers
 from datasets import load_dataset
 from pretrain_clm import ModelArguments, build_model
-from transformers import EvalPrediction, TrainingArguments, default_data_collator, set_seed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import EvalPrediction, PreTrainedTokenizerFast, TrainingArguments, default_data_collator, set_seed
 
 SPLITS = ("train", "validation", "test")
+
+
+SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in fairseq's order
+
+
+def word_tokenizer(lines: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Every word between spaces is a token; the ids are those of a dictionary that fairseq makes of the same lines.
+
+    Four special tokens, then the words by falling frequency, equally frequent ones in alphabetical order, filled up to
+    a multiple of 8.
+    """
+    counts = Counter(word for line in lines for word in line.split())
+    words = sorted(counts.keys() - set(SPECIAL.values()), key=lambda word: (-counts[word], word))
+    words = [*SPECIAL.values(), *words]
+    words += [f"madeupword{number:04}" for number in range(-len(words) % 8)]
+    level = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL["unk_token"])
+    tokenizer = Tokenizer(level)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL)
+
+
+def stream_of(lines: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """The ids of all lines one after the other; every line ends with the end token, an empty one is nothing else.
+
+    A word is looked up whole: unlike the tokenizer's own call, a special token inside of a word stays a part of it.
+    """
+    numbers, end, unknown = tokenizer.get_vocab(), tokenizer.eos_token_id, tokenizer.unk_token_id
+    stream = array("i")
+    for line in lines:
+        stream.extend(numbers.get(word, unknown) for word in line.split())
+        stream.append(end)
+    return np.frombuffer(stream, dtype=np.int32) if stream else np.zeros(0, dtype=np.int32)
+
+
+class Blocks(torch.utils.data.Dataset):
+    """A stream in blocks of `length` targets, the first `context` of which are read and not scored.
+
+    Every token is scored exactly once. Row i scores the targets from i (length - context) on; before them it reads up
+    to `context` tokens more, and one: the input of its first target, which is the end token at the stream's start. So
+    rows have `length` + 1 tokens, and their labels, which models shift, are -100 where nothing is scored. Short rows
+    are filled up with the end token.
+    """
+
+    def __init__(self, stream: np.ndarray, length: int, end: int, context: int = 0):
+        if not 0 <= context < length:
+            raise ValueError(f"context={context} must lie between 0 and length - 1 = {length - 1}.")
+        if not len(stream):
+            raise ValueError("the stream has no token.")
+        self.stream, self.length, self.end, self.context = stream, length, end, context
+
+    def __len__(self) -> int:
+        return -(-len(self.stream) // (self.length - self.context))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}.")
+        first = index * (self.length - self.context)  # the first scored target
+        start, stop = max(0, first - self.context), min(first + self.length - self.context, len(self.stream))
+        before = self.end if start == 0 else int(self.stream[start - 1])
+        ids = torch.full((self.length + 1,), self.end)
+        labels = torch.full((self.length + 1,), -100)
+        ids[0] = before
+        ids[1 : 1 + stop - start] = torch.from_numpy(self.stream[start:stop].astype(np.int64))
+        scored = slice(1 + first - start, 1 + stop - start)
+        labels[scored] = ids[scored]
+        return {"input_ids": ids, "labels": labels}
 
 
 @dataclass
@@ -57,11 +117,7 @@ class WordArguments:
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
-        if bool(self.train_files) == (self.dataset_name is not None):
-            raise ValueError(
-                f"give either train_files or dataset_name, got train_files={self.train_files} and "
-                f"dataset_name={self.dataset_name!r}."
-            )
+        check_either(self, "train_files", "dataset_name")
         if not 0 <= self.context < self.sequence_length:
             raise ValueError(f"context={self.context} must lie below sequence_length={self.sequence_length}.")
         if not 0 < self.momentum < 1:
@@ -73,12 +129,9 @@ def lines_of(words: WordArguments, split: str) -> Iterable[str]:
     if words.dataset_name is not None:
         yield from load_dataset(words.dataset_name, words.dataset_config, split=split)[words.text_column]
         return
-    for pattern in getattr(words, f"{split}_files"):
-        if not (paths := sorted(glob(pattern))):
-            raise FileNotFoundError(f"no file matches {pattern!r}.")
-        for path in paths:
-            with open(path, encoding="utf-8", newline="\n") as lines:
-                yield from lines
+    for path in paths_of(getattr(words, f"{split}_files")):
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            yield from lines
 
 
 class WordTrainer(Trainer):
@@ -132,30 +185,16 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
         compute_metrics=per_word,
     )
     trainer.momentum = words.momentum
-    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
-    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    trainer.save_model()
-    results: dict[str, Any] = {
-        "model_type": model.config.model_type,
-        "parameters": model.num_parameters(),
+    run = train_and_save(trainer, arguments)
+    results = figures_of(trainer, run) | {
         "vocabulary": len(tokenizer),
         "words": {split: len(stream) for split, stream in streams.items()},
-        "steps": trainer.state.global_step,
-        "train_loss": run.metrics["train_loss"],
-        "seconds": run.metrics["train_runtime"],
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     for split in ("validation", "test"):
         found = trainer.evaluate(rows[split], metric_key_prefix=split)
         results[split] = {name: found[f"{split}_{name}"] for name in ("loss_per_word", "perplexity", "words")}
-    if trainer.is_world_process_zero():
-        folder = Path(training.output_dir)
-        write_json(folder / "history.json", trainer.state.log_history)
-        write_figures(results, folder, words.results)
-        plot_loss(trainer.state.log_history, folder / "loss.png")
-        say_figures(results)
-    return results
+    return write_run(trainer, results, words.results)
 
 
 if __name__ == "__main__":

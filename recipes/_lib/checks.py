@@ -1,18 +1,26 @@
-"""Checks before a run starts, so that a wrong setting costs seconds and not hours."""
+"""Checks before a run starts, so that a wrong setting costs seconds and not hours, or a comparison of models that are
+not of one size."""
 
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Value
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_hybrid_ssm.cli.parsing import is_path
-from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.hub.configurations import check_fields, without_memory
 from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
 
 CHECKPOINTS = "checkpoint-[0-9]*"
@@ -61,6 +69,51 @@ def clear_checkpoints(folder: str | Path, overwrite: bool, resume: str | None = 
             shutil.rmtree(checkpoint)
 
 
+def check_either(arguments: Any, one: str, other: str) -> None:
+    """One of two settings is given.
+
+    Raises:
+        ValueError: none or both are.
+    """
+    given = {name: getattr(arguments, name) for name in (one, other)}
+    if bool(given[one]) == bool(given[other]):
+        told = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"give either {one} or {other}, got {told}.")
+
+
+def check_named(arguments: Any, *names: str) -> None:
+    """Each of these settings names something.
+
+    Raises:
+        ValueError: one is empty.
+    """
+    for name in names:
+        if not (value := getattr(arguments, name)):
+            raise ValueError(f"{name}={value!r} must name at least one.")
+
+
+def check_least(arguments: Any, least: int, *names: str) -> None:
+    """Each of these settings is at least so much, or None.
+
+    Raises:
+        ValueError: one is less.
+    """
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def check_known(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """A setting names nothing that is not there.
+
+    Raises:
+        ValueError: it does.
+    """
+    known = list(known)
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{name} names {unknown}, which are not among {known}.")
+
+
 def check_config(model_type: str | None, fields: Mapping[str, Any], preset: str | None = None) -> None:
     """Family, size and fields of a new model exist.
 
@@ -103,6 +156,13 @@ def check_checkpoint(name: str, argument: str, auto_class: Any = None) -> PreTra
             "not know."
         )
     return config
+
+
+def check_models(models: Mapping[str, str | Sequence[str]]) -> None:
+    """`check_checkpoint` of the language models that a setting `models` names, each by itself or several seeds."""
+    for name, checkpoints in models.items():
+        for checkpoint in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
+            check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -170,3 +230,29 @@ def check_labels(labels: Any, num_labels: int, where: str) -> None:
         raise ValueError(
             f"{where}: labels run from {labels.min()} to {labels.max()}, but the task has {num_labels} classes."
         )
+
+
+LARGEST_RATIO = 1.5
+
+
+def size_of(config: PreTrainedConfig) -> int:
+    """The parameters of its language model beside the embeddings and the head; no memory is taken for them."""
+    model = without_memory(lambda: AutoModelForCausalLM.from_config(config))
+    tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
+    left_out = {id(weight) for table in tables for weight in table.parameters()}
+    return sum(weight.numel() for weight in model.parameters() if id(weight) not in left_out)
+
+
+def difference_in_size(sizes: Mapping[str, int]) -> str | None:
+    """One line about models of which the largest has over 1.5 times the parameters of the smallest; None if none has.
+
+    Args:
+        sizes: name → parameters.
+    """
+    small, large = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
+    if sizes[large] <= LARGEST_RATIO * sizes[small]:
+        return None
+    return (
+        f"not a comparison of models of one size: {large} has {sizes[large]:,} parameters beside the vocabulary's "
+        f"tables, {sizes[large] / sizes[small]:.1f} times those of {small} ({sizes[small]:,})."
+    )

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_columns, check_texts
+from _lib.checks import check_columns, check_either, check_least, check_texts
 from _lib.standard_text import standard_documents
 
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
@@ -50,16 +50,9 @@ class DataArguments:
     preprocessing_workers: int | None = None
 
     def __post_init__(self):
-        if bool(self.train_files) == (self.dataset_name is not None):
-            raise ValueError(
-                f"give either train_files or dataset_name, got train_files={self.train_files} and "
-                f"dataset_name={self.dataset_name!r}."
-            )
-        if self.sequence_length < 2:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 2.")
-        for name in ("shuffle_buffer", "max_validation_rows"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        check_either(self, "train_files", "dataset_name")
+        check_least(self, 2, "sequence_length")
+        check_least(self, 1, "shuffle_buffer", "max_validation_rows")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie between 0 and 1.")
 

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ def once(path: str | Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return json.loads(to_json(found))  # as it is read the next time
 
 
-def training_settings(training: TrainingArguments) -> dict[str, Any]:
-    """What a run depends on: all but where it writes."""
-    return {name: value for name, value in training.to_dict().items() if name not in ("output_dir", "logging_dir")}
+def settings_of(
+    arguments: Any, training: TrainingArguments | None = None, without: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What a sweep depends on: the values of a dataclass, and of a training, but for where it writes.
+
+    Args:
+        without: further names that are left out.
+    """
+    given = (asdict(arguments) if arguments is not None else {}) | ({} if training is None else training.to_dict())
+    left_out = {"results", "overwrite", "output_dir", "logging_dir", *without}
+    return {name: value for name, value in given.items() if name not in left_out}

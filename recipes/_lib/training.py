@@ -4,14 +4,13 @@ import atexit
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from _lib.checks import is_first_process
 from _lib.entry import training_begins
 from _lib.plotting import loss_by_step, write_png
-from _lib.progress import REPLACED, TokenProgress
 from _lib.provenance import provenance, to_json
 
 import numpy as np
@@ -41,8 +40,7 @@ def _leave_process_group() -> None:
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` that decays only matrices, respects the optimizer options of parameters, and reports its
-    progress in tokens."""
+    """`transformers.Trainer` that decays only matrices and respects the optimizer options of parameters."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -51,19 +49,10 @@ class Trainer(transformers.Trainer):
             keep_freed_memory()
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and self.args.device.type == "cpu":
             say("FSDP was asked for; on CPUs accelerate makes DDP of it: every process holds all parameters.")
-        self._progress = TokenProgress(self.args.disable_tqdm)
-        for kind in REPLACED:
-            self.remove_callback(kind)
-        self.add_callback(self._progress)
 
     def train(self, *args: Any, **kwargs: Any):
         training_begins()
         return super().train(*args, **kwargs)
-
-    def training_step(self, model, inputs, *args: Any, **kwargs: Any):
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self._progress.tokens += inputs["input_ids"].numel() * self.args.world_size
-        return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
@@ -186,6 +175,17 @@ def write_figures(figures: dict[str, Any], output_dir: str | Path, results: str 
     write_json(Path(output_dir) / "results.json", figures)
     if results is not None:
         write_results(results, figures)
+
+
+def write_with_picture(
+    figures: dict[str, Any], draw: Callable[[], Figure] | None, path: Path, results: str | Path | None
+) -> None:
+    """Figures with their provenance as JSON, and drawn as PNG: at `path` and at `results`, if one is named; the
+    endings of both are those of the files."""
+    for target in (path, *([Path(results)] if results else [])):
+        write_results(target.with_suffix(".json"), figures)
+        if draw is not None:
+            save_figure(draw(), target.with_suffix(".png"))
 
 
 def perplexity(loss: float) -> float:

@@ -1,7 +1,7 @@
 """Fine-tune a causal language model on a text file, in the way of transformers' examples; it knows of no family in
 particular.
 
-Run by the tests of `hf-hybrid-ssm run` and `enable`.
+Run by the tests of `hf-hybrid-ssm run`.
 """
 
 import logging

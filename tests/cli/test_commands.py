@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import COMMANDS, main
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_config
@@ -52,13 +51,6 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert hf_hybrid_ssm.__version__ in capsys.readouterr().out
-
-
-def test_errors_are_one_line_and_status_1(tmp_path, capsys):
-    for arguments in (["export", str(tmp_path)], ["card", str(tmp_path)], ["plan", "longhorn/1"]):
-        assert main(arguments) == 1
-        said = capsys.readouterr()
-        assert said.err.startswith(f"hf-hybrid-ssm {arguments[0]}: ") and said.out == ""
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -305,18 +297,6 @@ def test_demo_runs_the_recipe(monkeypatch, tmp_path):
     ((path, options),) = seen
     assert path.name == "demo.py" and path.is_file() and (path.parent / "_lib").is_dir()
     assert options == [f"--output={tmp_path}", "--steps=3", "--questions=200"]
-
-
-def test_the_installed_recipes_come_first(monkeypatch, tmp_path):
-    """A wheel carries them inside of the package."""
-    (tmp_path / "lib/hf_hybrid_ssm/cli").mkdir(parents=True)
-    monkeypatch.setattr("hf_hybrid_ssm.cli.recipe.__file__", str(tmp_path / "lib/hf_hybrid_ssm/cli/recipe.py"))
-    with pytest.raises(FileNotFoundError, match="no recipes"):
-        cli.recipe.recipes_folder()
-    for folder in ("lib/hf_hybrid_ssm/recipes", "recipes"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "demo.py").touch()
-    assert cli.recipe.recipes_folder() == tmp_path / "lib/hf_hybrid_ssm/recipes"
 
 
 def test_the_module_is_the_command(checkpoint):

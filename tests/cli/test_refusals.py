@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationMixin
 
 from hf_hybrid_ssm import cli
-from hf_hybrid_ssm.cli import COMMANDS, generate, main
+from hf_hybrid_ssm.cli import generate, main
 from hf_hybrid_ssm.cli.errors import TRACEBACK
 from hf_hybrid_ssm.cli.parsing import is_path
 from tests.cli.folders import forked
@@ -277,12 +277,6 @@ def test_the_demo_writes_into_no_file(tmp_path, capsys):
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
-
-
-def test_alone_it_prints_its_commands(capsys):
-    assert main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {command} " in shown for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", ["generate", "check", "demo", "recipe"])

@@ -1,4 +1,4 @@
-"""A script that knows no family, unchanged, by `hf-hybrid-ssm run`, `enable`, and the plain import.
+"""A script that knows no family, unchanged, by `hf-hybrid-ssm run` and by the plain import.
 
 The script is our own, after the example of transformers that trains a causal language model: its own examples are in
 neither its wheel nor its source distribution, so that pip cannot fetch them as `tests/upstream/fetch.py` fetches its
@@ -6,17 +6,16 @@ tests.
 """
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.folders import ROOT, environment, forked, python
+from tests.cli.folders import environment, forked, python
 
 SCRIPT = Path(__file__).with_name("stock_training.py")
-IS_KNOWN = "import sys; from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[1]).model_type)"
+IS_KNOWN = "from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[1]).model_type)"
 OPTIONS = ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--save_strategy", "no", "--seed", "3"]
 
 
@@ -73,79 +72,14 @@ def test_run_of_modules_commands_and_statuses(checkpoint, tmp_path):
     assert ran.returncode == 1 and "Traceback" in ran.stderr and "of the script" in ran.stderr
 
 
-# -- enable -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def other_python(tmp_path_factory):
-    """An environment of its own with everything that is installed here, and these sources."""
-    folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    is_windows = sys.platform == "win32"
-    (site,) = folder.glob("Lib/site-packages" if is_windows else "lib/python*/site-packages")
-    paths = [str(ROOT / "src"), *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))]
-    (site / "sources.pth").write_text("\n".join(dict.fromkeys(paths)) + "\n")
-    return str(folder / ("Scripts/python.exe" if is_windows else "bin/python")), site
-
-
-def there(other_python, *arguments):
-    without_path = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    return python(*arguments, python=other_python[0], env=without_path)
-
-
-def files(site):
-    return {path.relative_to(site) for path in site.rglob("*")}
-
-
-def test_enable_and_disable(other_python, checkpoint, tmp_path):
-    site, before = other_python[1], files(other_python[1])
-    enabled = there(other_python, "-m", "hf_hybrid_ssm", "enable", "--json")
-    assert json.loads(enabled.stdout)["enabled"] and len(files(site) - before) == 1
-    try:
-        ran = there(other_python, SCRIPT, *training(checkpoint, tmp_path / "yes"))
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        assert "already" not in there(other_python, "-m", "hf_hybrid_ssm", "enable").stderr  # twice does no harm
-        assert len(files(site) - before) == 1
-    finally:
-        disabled = there(other_python, "-m", "hf_hybrid_ssm", "disable")
-    assert disabled.stdout.startswith("Removed") and files(site) == before
-    assert "not enabled" in there(other_python, "-m", "hf_hybrid_ssm", "disable").stdout
-    # as it was before, by its files
-    unknown = there(other_python, "-c", IS_KNOWN, checkpoint)
-    assert unknown.returncode != 0 and "longhorn" in unknown.stderr
-
-
-def modules_after(other_python, code: str) -> set[str]:
-    ran = there(other_python, "-c", f"{code}\nimport sys\nprint(' '.join(sys.modules))")
-    assert ran.returncode == 0, ran.stderr
-    return set(ran.stdout.split())
-
-
-def test_enabled_costs_a_start_nothing(other_python):
-    """Not a module more, until transformers is imported; then the declarations, and neither torch nor a model."""
-    plain, library = (modules_after(other_python, code) for code in ("", "import transformers"))
-    there(other_python, "-m", "hf_hybrid_ssm", "enable")
-    try:
-        assert modules_after(other_python, "") == plain
-        added = modules_after(other_python, "import transformers") - library
-        assert "hf_hybrid_ssm.auto" in added and "torch" not in added
-        assert not [name for name in added if "modeling" in name or "configuration_" in name]
-        finders = "print([f for f in sys.meta_path if 'Hybrid' in repr(f)])"
-        code = f"import sys; {finders}; import transformers.models.auto as auto; {finders}"
-        said = there(other_python, "-c", f"{code}; print(auto.AutoConfig.for_model('bst').model_type)").stdout
-        before, after, found = said.splitlines()
-        assert "HfHybridSsmEnabled" in before and "HfHybridSsmEnabled" not in after and found == "bst"
-        # the package is gone, the file is not: nothing happens
-        (sources,) = other_python[1].glob("sources.pth")
-        text = sources.read_text()
-        sources.write_text("\n".join(text.splitlines()[1:]) + "\n")
-        try:
-            left = there(other_python, "-c", "import transformers; print(transformers.__version__)")
-            assert left.returncode == 0 and left.stderr == ""
-        finally:
-            sources.write_text(text)
-    finally:
-        there(other_python, "-m", "hf_hybrid_ssm", "disable")
+def test_an_import_at_the_start_of_python_is_enough(checkpoint, tmp_path):
+    """In `sitecustomize.py`; torch is imported by who needs it."""
+    (tmp_path / "sitecustomize.py").write_text("import hf_hybrid_ssm\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    ran = python(
+        "-c", f"import sys; print('torch' in sys.modules); {IS_KNOWN}", checkpoint, env=environment(PYTHONPATH=path)
+    )
+    assert ran.stdout.split() == ["False", "longhorn"], ran.stderr
 
 
 def test_classes_are_found_by_their_names_in_the_library():

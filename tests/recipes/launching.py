@@ -7,13 +7,12 @@ from pathlib import Path
 from tests import processes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def launched(command, ranks=1, environment=None, **options):
     """What the command prints, which has to succeed, and to find what lies next to the recipe by itself.
 
-    With `ranks`, it runs as often, as under `torchrun` (LAUNCHER is the real one); the first one's print is returned.
+    With `ranks`, it runs as often, as under `torchrun`; the first one's print is returned.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry) != RECIPES)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}

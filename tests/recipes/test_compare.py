@@ -124,22 +124,6 @@ def test_peers_that_transformers_lacks_train_beside_the_families(settings, tmp_p
     assert all(run["steps"] == 2 and 4 < run["validation_loss"] < 7 for run in trained.values())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"variants": {"a": {}}},
-        {"seeds": []},
-        {"reference": "c"},
-        {"only": ["c"]},
-        {"reference": "a", "only": ["b"]},
-        {"learning_rates": [1e-3]},
-    ],
-)
-def test_bad_settings(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        CompareArguments(**{"base": {}, "variants": {"a": {}, "b": {}}} | options)
-
-
 CONFIGS = Path(__file__).parents[2] / "recipes/configs/compare"
 PARTS = {"spade_books": 1.35, "spade_layers": 1.55, "bst_layers": 1.4}  # what adds parts to a stack, which it names
 

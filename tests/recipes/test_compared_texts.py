@@ -122,11 +122,6 @@ def test_one_text_is_read_as_ever(tmp_path):
     assert said[0] == said[1]
 
 
-def test_a_way_that_does_not_exist():
-    with pytest.raises(ValueError, match="pairs='aside' must be 'together' or 'apart'"):
-        GlueArguments(model_type="bert", pairs="aside")
-
-
 def test_an_empty_text_and_one_that_is_too_long_with_a_tokenizer_without_an_end():
     """As BERT's, which has no end-of-text token."""
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))

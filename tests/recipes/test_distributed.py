@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from safetensors.torch import load_file
 
-from tests.recipes.launching import LAUNCHER, RECIPES, launched
+from tests.recipes.launching import RECIPES, launched
 from tests.recipes.sharded_training import FAMILIES, train
 
 RECIPE = RECIPES / "pretrain_clm.py"
@@ -59,26 +59,6 @@ use_cpu: true
     for other in others:
         for key, weights in one.items():
             torch.testing.assert_close(other[key], weights, rtol=1e-4, atol=1e-5)
-
-
-def test_launchers_tell_processes_what_they_are_told_here(tmp_path):
-    """The real launcher with a script of one line: no test needs to import torch in its processes too."""
-    script = tmp_path / "told.py"
-    script.write_text(f"""
-import json, os, pathlib
-told = {{name: os.environ[name] for name in {sorted(TOLD)}}}
-pathlib.Path({str(tmp_path)!r}, os.environ["RANK"] + os.environ["NAME"]).write_text(json.dumps(told))
-""")
-    launched([*LAUNCHER, script], environment={"NAME": "theirs"})
-    launched([sys.executable, script], ranks=2, environment={"NAME": "ours"})
-    for rank in "01":
-        theirs, ours = (json.loads((tmp_path / f"{rank}{name}").read_text()) for name in ("theirs", "ours"))
-        assert theirs.pop("MASTER_ADDR") and ours.pop("MASTER_ADDR") == "127.0.0.1"
-        assert theirs.pop("MASTER_PORT").isdigit() and ours.pop("MASTER_PORT").isdigit()
-        assert theirs == ours
-
-
-TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def steps_of(checkpoint):

@@ -247,22 +247,6 @@ def test_tokenizer_knows_every_text(tmp_path):
     assert loaded.eos_token_id is not None
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({}, "train_files"),
-        ({"train_files": ["x"], "dataset_name": "y"}, "dataset_name"),
-        ({"train_files": ["x"], "sequence_length": 1}, "sequence_length=1"),
-        ({"train_files": ["x"], "validation_fraction": 1.0}, "validation_fraction"),
-        ({"train_files": ["x"], "shuffle_buffer": 0}, "shuffle_buffer=0"),
-        ({"train_files": ["x"], "max_validation_rows": 0}, "max_validation_rows=0"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DataArguments(**settings)
-
-
 def test_missing_text_column(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="body"):

@@ -10,7 +10,8 @@ from datasets import Dataset
 from finetune_glue import TASKS, GlueArguments, finetune, glue, load_task, longest_first, measures_of, tokenized
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainingArguments
+
+from tests.recipes import small
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 WORDS = ["red", "green", "blue", "black", "white", "tall", "short", "wide", "thin", "old", "new"]
@@ -39,9 +40,8 @@ def data(tmp_path_factory):
 
 
 def training(folder, **options):
-    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 16, "learning_rate": 1e-2, "report_to": "none"}
-    settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
-    return TrainingArguments(str(folder), **(settings | options))
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
+    return small.training(folder, **settings | options)
 
 
 def test_every_task_runs_to_the_table(data, tmp_path):
@@ -104,19 +104,6 @@ def test_measures():
     assert measures_of(TASKS["cola"], labels, predicted)["matthews"] == pytest.approx(57.735, abs=1e-3)
     values = measures_of(TASKS["stsb"], np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 9.0]))
     assert values["spearman"] == pytest.approx(100) and values["pearson"] < 100
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"tasks": ["wnli"], "model_type": "x"}, "wnli"),
-        ({}, "model_type"),
-        ({"model_type": "a", "model_name_or_path": "b"}, "model_type"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GlueArguments(**settings)
 
 
 def test_bad_data(data, tmp_path):

@@ -8,6 +8,8 @@ from _lib.documents import documents_of_files
 from finetune_summarization import SummarizationArguments, lead, rouge, summarize
 from transformers import AutoTokenizer, Seq2SeqTrainingArguments
 
+from tests.recipes import small
+
 TEXTS = {
     "The river rose all night. By noon it had covered the fields.": "A flood came.",
     "Prices fell for the third month. Traders blamed the weather.": "Weather made trade cheaper.",
@@ -35,10 +37,8 @@ def test_memorises_what_it_is_shown(settings, tmp_path):
         config=TINY | {"embedding_dropout": 0.0, "max_target_positions": 24},
         tokenizer_vocab_size=300,
     )
-    training = Seq2SeqTrainingArguments(
-        str(tmp_path / "run"), max_steps=100, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+    options = {"max_steps": 100, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    training = small.training(tmp_path / "run", Seq2SeqTrainingArguments, **options)
     results = summarize(arguments, training)
     assert results["validation"]["model"]["rougeL"] > 90 > results["validation"]["first_sentence"]["rougeL"]
     lines = (tmp_path / "run/predictions.jsonl").read_text().splitlines()
@@ -79,9 +79,8 @@ def test_saves_before_it_generates(settings, tmp_path, monkeypatch):
 
     monkeypatch.setattr(finetune_summarization, "scored", fail)
     arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", config=TINY, tokenizer_vocab_size=300)
-    options = {"max_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     with pytest.raises(RuntimeError, match="out of memory"):
-        summarize(arguments, Seq2SeqTrainingArguments(str(tmp_path / "run"), **options))
+        summarize(arguments, small.training(tmp_path / "run", Seq2SeqTrainingArguments, max_steps=1))
     assert (tmp_path / "run/model.safetensors").is_file()
 
 
@@ -92,10 +91,6 @@ def test_the_best_of_several_references_counts():
 
 
 def test_bad_settings(settings):
-    with pytest.raises(ValueError, match="either model_type or model_name_or_path"):
-        SummarizationArguments(**settings)
-    with pytest.raises(ValueError, match="either train_files or dataset_name"):
-        SummarizationArguments(**settings, dataset_name="some/data", model_type="spade_seq2seq")
     arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", source_column="text")
     with pytest.raises(ValueError, match=r"columns \['text'\]"):
         summarize(arguments, Seq2SeqTrainingArguments("unused", report_to="none", use_cpu=True))

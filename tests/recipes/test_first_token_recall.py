@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import yaml
 from first_token_recall import RecallArguments, filled_rows, sweep, training_rows
-from transformers import TrainingArguments
+
+from tests.recipes import small
 
 MODELS = {
     "Llama": {"model_type": "llama", "num_attention_heads": 2, "intermediate_size": 32},
@@ -21,10 +22,7 @@ SMALL = {
 
 
 def training(folder, steps=60):
-    return TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=10, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+    return small.training(folder, max_steps=steps, per_device_train_batch_size=4, logging_steps=10)
 
 
 @pytest.mark.parametrize("fillers", [1, 5])
@@ -59,18 +57,6 @@ def test_attention_to_the_whole_row_learns_it_and_windows_do_not(tmp_path, monke
     other = MODELS | {"windows": MODELS["windows"] | {"sliding_window": 3}}
     with pytest.raises(FileExistsError, match="windows"):
         sweep(RecallArguments(other, **SMALL), training(tmp_path / "runs"))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"nearest": 12}, {"questions": 9}, {"answers": 0}, {"distances": []}, {"seeds": []}, {"only": ["x"]},
-        {"groups": {"a": ["x"]}},
-    ],
-)  # fmt: skip
-def test_bad_settings(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        RecallArguments(MODELS, **SMALL | wrong)
 
 
 def test_a_batch_holds_every_answer_alike(tmp_path):

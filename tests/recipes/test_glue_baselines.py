@@ -47,11 +47,3 @@ def test_a_frozen_encoder_is_read(tmp_path):
     assert len(states) == 3 and all(run[kind]["validation"] == {"accuracy": 100.0} for kind in states)
     one, other = (frozen_states(["a good one"], arguments)[kind] for kind in states[1:])
     assert one.shape == (1, 256) and not (one == other).all()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"tasks": ["sst3"]}, {"seeds": []}, {"probed": ["rte"], "encoder": "checkpoints/spade-encoder-books"}]
-)
-def test_bad_settings(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        BaselineArguments(**wrong)

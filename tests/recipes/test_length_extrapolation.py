@@ -80,20 +80,6 @@ def test_every_length_scores_the_same_tokens():
     assert loss_at(model, rows, 6, 6) == pytest.approx(short.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"lengths": [16, 40]}, ValueError, "divide the longest"),
-        ({"lengths": [16, 1024]}, ValueError, "scored_tokens=256"),
-        ({"variants": {}}, ValueError, "models"),
-        ({"models": {"a": ["/nowhere"]}}, FileNotFoundError, "'/nowhere', but there is no such folder"),
-    ],
-)
-def test_bad_settings(files, tmp_path, options, error, message):
-    with pytest.raises(error, match=message):
-        arguments(files, tmp_path, **options)
-
-
 def test_bad_data(files, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         length_extrapolation(arguments([str(tmp_path / "missing.jsonl")], tmp_path))

@@ -13,7 +13,8 @@ from listops import draw, trees, write
 from lra import LraArguments, arena, build
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import TrainingArguments
+
+from tests.recipes import small
 
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPADE |= {"sliding_window": 9, "chunk_size": 8, "classifier_hidden_size": 8, "ssm_state_size": 4}
@@ -146,10 +147,8 @@ def test_collating_pairs():
 
 
 def training(folder, **options):
-    options = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3} | options
-    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    options = {"save_strategy": "steps" if "save_steps" in options else "no"} | options
-    return TrainingArguments(str(folder), dataloader_pin_memory=False, **options)
+    fixed = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    return small.training(folder, **fixed | options)
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
@@ -215,10 +214,6 @@ def test_presets_have_the_size_of_the_paper(archive):
 
 
 def test_bad_input(archive, tmp_path):
-    with pytest.raises(ValueError, match="task='chess'"):
-        LraArguments("chess", "x", "spade")
-    with pytest.raises(ValueError, match="model_type='spate'"):
-        LraArguments("text", "x", "spate")
     for task in TASKS:
         with pytest.raises(FileNotFoundError, match=str(tmp_path)):
             load_task(task, tmp_path)
@@ -248,7 +243,7 @@ def test_bad_input(archive, tmp_path):
 def test_models_side_by_side(tmp_path):
     write(tmp_path / "trees", rows=(40, 8, 8), min_length=5, max_length=30)
     given = {"base": {"model_type": "spade", "data_folder": str(tmp_path / "trees"), "max_length": 32, "max_steps": 2}}
-    given["base"] |= {"report_to": "none", "use_cpu": True, "save_strategy": "no", "per_device_train_batch_size": 4}
+    given["base"] |= small.QUIET | {"per_device_train_batch_size": 4}
     given["base"]["config"] = SPADE
     given["tasks"] = {"listops": {"learning_rate": 1e-3}}
     given["variants"] = {"SPADE": {}, "window attention": {"config": {"ssm_layers": []}}}
@@ -264,10 +259,6 @@ def test_models_side_by_side(tmp_path):
     made = tmp_path / "runs" / "listops-SPADE-3" / "run.json"
     made.write_text(json.dumps(found["SPADE"][0] | {"seconds": -1.0}))  # what is there is not run again
     assert compare_lra(CompareLraArguments(**given))["tasks"]["listops"]["SPADE"][0]["seconds"] == -1.0
-    with pytest.raises(ValueError, match="seeds="):
-        CompareLraArguments(**given | {"seeds": []})
-    with pytest.raises(ValueError, match="variants="):
-        CompareLraArguments(base={}, tasks={"listops": {}}, variants={})
     with pytest.raises(ValueError, match="listpos"):  # before anything is trained
         compare_lra(CompareLraArguments(**given | {"tasks": given["tasks"] | {"listpos": {}}, "overwrite": True}))
     assert made.exists()

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 from mqar import MqarArguments, accuracy, best_trial, data_of, groups, recall_rows, sweep
-from transformers import EvalPrediction, TrainingArguments
+from transformers import EvalPrediction
+
+from tests.recipes.small import training
 
 
 def test_rows_ask_for_what_they_told():
@@ -48,11 +50,7 @@ def test_sweep_writes_the_best(tmp_path):
         train_rows=64,
         test_rows=16,
     )
-    training = TrainingArguments(
-        str(tmp_path), num_train_epochs=2, eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
-        disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    (best,) = sweep(arguments, training)
+    (best,) = sweep(arguments, training(tmp_path, num_train_epochs=2, eval_strategy="epoch"))
     runs = best["runs"]
     trial = max(runs[:2], key=lambda run: run["accuracy"])["trial"]
     rate = trial["learning_rate"]
@@ -124,25 +122,3 @@ def test_finalists_are_ranked_by_their_mean(enough, trial, runs):
     found = best_trial(one, arguments)
     assert found["trial"] == {"learning_rate": trial} and len(found["runs"]) == runs
     assert found["accuracy"] == pytest.approx((shares[trial, 5] + shares[trial, 6]) / 2)
-
-
-def test_no_finalists():
-    with pytest.raises(ValueError, match="finalists=0 must be at least 1"):
-        MqarArguments({"a": {"model_type": "longhorn"}}, finalists=0)
-
-
-@pytest.mark.parametrize("name", ["seeds", "learning_rates", "options"])
-def test_a_sweep_over_nothing(name):
-    with pytest.raises(ValueError, match=rf"{name}=\[\]"):
-        MqarArguments({"a": {"model_type": "longhorn"}}, **{name: []})
-
-
-def test_an_option_that_training_does_not_have():
-    with pytest.raises(ValueError, match=r"options: \['warm_up'\] are not training arguments"):
-        MqarArguments({"a": {"model_type": "longhorn"}}, options=[{}, {"warm_up": 5}])
-
-
-@pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])
-def test_sizes_that_do_not_fit(settings, vocab_size):
-    with pytest.raises(ValueError, match=r"pairs|vocab_size"):
-        MqarArguments({"a": {}}, settings=settings, vocab_size=vocab_size)

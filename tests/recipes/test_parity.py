@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from _lib.parity import difference_in_size, size_of
+from _lib.checks import difference_in_size, size_of
 from compare import CompareArguments, planned_size
 from mqar import MqarArguments, fields_of
 from transformers import LlamaConfig, LlamaForCausalLM

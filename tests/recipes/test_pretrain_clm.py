@@ -5,37 +5,32 @@ import json
 import pytest
 import torch
 from _lib.documents import DataArguments, load_documents
-from _lib.ngrams import bigram_loss, unigram_loss
 from _lib.rows import packed_rows
-from _lib.scoring import sliding_loss, token_losses
+from _lib.scoring import bigram_loss, sliding_loss, token_losses, unigram_loss
 from _lib.standard_text import standard_documents
 from evaluate_lm import EvaluationArguments, evaluate
 from pretrain_clm import ModelArguments, build_model, pretrain
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.recipes import small
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    train, held_out = standard_documents(most=60)  # more than are taken here
-    for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
-        rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
-        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return folder
+    return small.standard_texts(tmp_path_factory.mktemp("texts"))
 
 
 def settings(texts, output, *, model_type="longhorn", config=TINY, resume=None, **training):
-    options = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
-    options |= {"logging_steps": 2, "dataloader_pin_memory": False, "disable_tqdm": True}
+    options = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "logging_steps": 2}
     return (
         ModelArguments(model_type=model_type, config=config, resume=resume),
         DataArguments(
             [f"{texts}/train.jsonl"], [f"{texts}/held_out.jsonl"], sequence_length=64, tokenizer_vocab_size=400
         ),
-        TrainingArguments(str(output), **(options | training)),
+        small.training(output, **options | training),
     )
 
 
@@ -91,7 +86,7 @@ def test_streams_and_resumes(texts, tmp_path):
 
 
 def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
-    pretrain(*settings(texts, tmp_path / "first", max_steps=1, save_strategy="no"))
+    pretrain(*settings(texts, tmp_path / "first", max_steps=1))
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     arguments = ModelArguments("longhorn", config=TINY, embeddings_from=str(tmp_path / "first"))
     model = build_model(arguments, AutoTokenizer.from_pretrained(tmp_path / "first"))
@@ -101,9 +96,7 @@ def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
 def test_validation_loss_is_the_mean_over_targets(texts, tmp_path):
     """However rows are batched, the last of which is mostly filling."""
     results = [
-        pretrain(
-            *settings(texts, tmp_path / str(size), max_steps=1, save_strategy="no", per_device_eval_batch_size=size)
-        )
+        pretrain(*settings(texts, tmp_path / str(size), max_steps=1, per_device_eval_batch_size=size))
         for size in (1, 2, 7, 100)
     ]
     first, *others = (result["validation_loss"] for result in results)
@@ -113,15 +106,13 @@ def test_validation_loss_is_the_mean_over_targets(texts, tmp_path):
 @pytest.mark.parametrize("model_type, config", [("llama", {"hidden_size": 16, "intermediate_size": 32})])
 def test_trains_models_of_transformers(texts, tmp_path, model_type, config):
     config = config | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    results = pretrain(
-        *settings(texts, tmp_path, model_type=model_type, config=config, max_steps=2, save_strategy="no")
-    )
+    results = pretrain(*settings(texts, tmp_path, model_type=model_type, config=config, max_steps=2))
     assert results["model_type"] == model_type
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.use_cache
 
 
 def test_sliding_window_scores_each_token_once(texts, tmp_path):
-    pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
+    pretrain(*settings(texts, tmp_path, max_steps=1))
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tokens = torch.randint(0, 300, (50,))
     assert sliding_loss(model, [tokens], 50, 25) == pytest.approx(token_losses(model, tokens).mean().item(), rel=1e-5)
@@ -133,13 +124,7 @@ def test_sliding_window_scores_each_token_once(texts, tmp_path):
 
 
 def test_bad_input(texts, tmp_path):
-    with pytest.raises(ValueError, match="model_type"):
-        ModelArguments()
-    with pytest.raises(ValueError, match="stride"):
-        EvaluationArguments("m", ["f"], length=8, stride=8)
-    with pytest.raises(ValueError, match=r"factors=\[1, 3, 5\]"):
-        EvaluationArguments("m", ["f"], factors=[5, 1, 3])
-    pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
+    pretrain(*settings(texts, tmp_path, max_steps=1))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="vocab_size=10"):
         build_model(ModelArguments("longhorn", config=TINY | {"vocab_size": 10}), tokenizer)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 from _lib.documents import DataArguments, train_tokenizer
-from _lib.span_corruption import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
-from _lib.training import Trainer
+from _lib.masking import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
 from datasets import Dataset
 from finetune_glue import GlueArguments, glue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretrain_seq2seq import SpanArguments, pretrain, with_other_inputs, with_sentinels
-from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.recipes import small
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_decoder_layers": 1}
 TINY |= {"num_attention_heads": 2, "sliding_window": 5, "max_target_positions": 32}
@@ -115,47 +115,26 @@ def test_a_given_tokenizer_ends_texts_as_the_rows_do(template, tmp_path):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    lines = [" ".join(f"word {number} of {text}" for number in range(40)) for text in range(20)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
-    return f"{folder}/texts.jsonl"
+    return small.numbered_texts(tmp_path_factory.mktemp("texts"))
 
 
 def arguments(texts, output, *, config=TINY, overwrite=False, resume=None, tokenizer=None, **data):
     options = {"max_steps": 8, "save_steps": 4, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "seed": 1}
-    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
     return (
         SpanArguments("spade_seq2seq", config=config, overwrite=overwrite, resume=resume),
         DataArguments([texts], sequence_length=32, tokenizer_vocab_size=290, tokenizer=tokenizer, **data),
-        TrainingArguments(str(output), logging_steps=2, **options),
+        small.training(output, logging_steps=2, **options),
     )
 
 
-def test_resumes_bit_for_bit_and_the_encoder_classifies(texts, tmp_path, monkeypatch):
-    whole = pretrain(*arguments(texts, tmp_path / "whole"))
+def test_resumes_bit_for_bit_and_the_encoder_classifies(texts, tmp_path):
+    whole = small.killed_and_resumed(
+        lambda folder, resume: pretrain(*arguments(texts, folder, resume=resume)), tmp_path
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
     assert tokenizer(text_target="word")["input_ids"][-1] == tokenizer.eos_token_id
     assert whole["steps"] == 8 and whole["lengths"] == {"text": 34, "input": 32, "target": 8}
     assert json.loads((tmp_path / "whole/results.json").read_text()) == whole
-
-    step, done = Trainer.training_step, []
-
-    def killed(self, *inputs, **options):
-        done.append(1)
-        if len(done) == 7:
-            raise KeyboardInterrupt
-        return step(self, *inputs, **options)
-
-    monkeypatch.setattr(Trainer, "training_step", killed)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(*arguments(texts, tmp_path / "killed"))
-    monkeypatch.setattr(Trainer, "training_step", step)
-    with pytest.raises(FileExistsError, match="overwrite"):
-        pretrain(*arguments(texts, tmp_path / "killed"))
-    resumed = pretrain(*arguments(texts, tmp_path / "killed", resume="auto"))
-    assert resumed["validation_loss"] == whole["validation_loss"]
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
     seq2seq = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole")
     encoder, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", output_loading_info=True)
@@ -166,10 +145,9 @@ def test_resumes_bit_for_bit_and_the_encoder_classifies(texts, tmp_path, monkeyp
     torch.testing.assert_close(hidden, seq2seq.eval().get_encoder()(ids).last_hidden_state)
 
     for split in ("train", "validation"):
-        rows = [json.dumps({"sentence": f"word {n} of", "label": n % 2}) for n in range(8)]
-        (tmp_path / "glue/sst2").mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"glue/sst2/{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    training = TrainingArguments(str(tmp_path / "glue-out"), max_steps=2, save_strategy="no", report_to="none")
+        rows = [{"sentence": f"word {n} of", "label": n % 2} for n in range(8)]
+        small.write_lines(tmp_path / f"glue/sst2/{split}.jsonl", rows)
+    training = small.training(tmp_path / "glue-out", max_steps=2)
     found = glue(GlueArguments(["sst2"], str(tmp_path / "glue"), str(tmp_path / "whole")), training)
     assert 0 <= found["sst2"]["best"]["measures"]["validation"]["accuracy"] <= 100
 
@@ -196,12 +174,6 @@ def test_whether_the_encoder_is_read(texts, tmp_path):
 
 
 def test_bad_input(texts, tmp_path):
-    with pytest.raises(ValueError, match="model_type"):
-        SpanArguments()
-    with pytest.raises(ValueError, match="noise_density=0"):
-        SpanArguments("t5", noise_density=0)
-    with pytest.raises(ValueError, match="mean_span_length=0"):
-        SpanArguments("t5", mean_span_length=0.5)
     with pytest.raises(ValueError, match="sequence_length=2"):
         text_length(2, 0.15, 3)
     with pytest.raises(ValueError, match="max_target_positions=4"):

@@ -6,11 +6,10 @@ import pretrain_mlm
 import pretrain_seq2seq
 import pytest
 from _lib.documents import DataArguments
-from _lib.publishing import objective_of
-from publish_checkpoint import PublishArguments, publish
-from transformers import TrainingArguments
+from publish_checkpoint import PublishArguments, objective_of, publish
 
 from hf_hybrid_ssm.hub import check_folder
+from tests.recipes import small
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY |= {"sliding_window": 5}
@@ -19,12 +18,9 @@ PROMPT = "word 1 of 2 word 3 of 4 word 5 of 6 word 7 of 8"
 
 @pytest.mark.parametrize("kind", ["masked", "spans"])
 def test_an_encoder_and_an_encoder_decoder(kind, tmp_path):
-    lines = [" ".join(f"word {number} of {text}" for number in range(40)) for text in range(12)]
-    texts = str(tmp_path / "texts.jsonl")
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
-    options = {"max_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    texts = small.numbered_texts(tmp_path)
     data = DataArguments([texts], sequence_length=32, tokenizer_vocab_size=300)
-    training = TrainingArguments(str(tmp_path / "run"), logging_steps=1, **options)
+    training = small.training(tmp_path / "run", logging_steps=1, max_steps=2)
     if kind == "masked":
         pretrain_mlm.pretrain(pretrain_mlm.MaskingArguments("spade", config=TINY), data, training)
     else:

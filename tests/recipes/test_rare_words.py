@@ -109,21 +109,6 @@ def test_losses_are_those_of_the_words_tokens(settings, tokenizer, tmp_path):
             assert found["saved"][name]["mean"] == pytest.approx(mean_over_words(words)["mean"], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        ({"most": -1}, "most=-1 must be at least 0"),
-        ({"row_length": 4}, "row_length=4 must be at least 16"),
-        ({"distances": [1, 1]}, "distances=.* growing"),
-        ({"read_as": {"other": {}}}, "read_as names .*other"),
-        ({"models": {"tiny": "nowhere/at/all"}}, "nowhere/at/all"),
-    ],
-)
-def test_refusals(settings, wrong, says):
-    with pytest.raises((ValueError, OSError), match=says):
-        RareWordsArguments(**settings | wrong)
-
-
 def test_text_without_such_words_is_refused(settings, tmp_path):
     (tmp_path / "held_out.txt").write_text(COMMON * 30, encoding="utf-8")
     with pytest.raises(ValueError, match=r"no row of .* has a rare word twice"):

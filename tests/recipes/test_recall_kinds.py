@@ -111,7 +111,5 @@ def test_rows_weigh_the_answers_of_held_in_kinds(place):
             assert not answered
         for question in text.split("<user>")[2:]:
             assert question.split("<assistant>")[1].split()[-1] in answered
-        assert not any(
-            word in text for word in ("#define", "was born", "label", "is kept in", "was called", "keeps a")
-        )
+        assert not any(word in text for word in HELD_OUT_WORDS)
     assert 4 < plain < 25 and len(HELD_IN) == 7

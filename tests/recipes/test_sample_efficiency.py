@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from _lib.sample_efficiency import token_efficiencies, token_efficiency, tokens_to_reach
+from _lib.intervals import token_efficiencies, token_efficiency, tokens_to_reach
 
 
 def run(losses, seed=0):

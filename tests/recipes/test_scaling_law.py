@@ -54,12 +54,3 @@ def test_ladder_and_curves_run(tmp_path):
     options = {"files": [f"{tmp_path}/texts.jsonl"], "sequence_length": 16, "output_dir": str(tmp_path / "curves")}
     curves = per_token_loss(PerTokenArguments(models={"longhorn": folders}, **options))
     assert curves["models"]["longhorn"]["rows"] == 60 and 4 < curves["models"]["longhorn"]["mean_loss"] < 7
-
-
-def test_bad_settings(tmp_path):
-    with pytest.raises(ValueError, match="at least 3"):
-        ScalingArguments({}, {"a": {"small": {}, "large": {}}})
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        PerTokenArguments(models={"a": [str(tmp_path)]}, files=["x.txt"])
-    with pytest.raises(ValueError, match="sequence_length=3"):
-        PerTokenArguments(models={}, files=["x.txt"], sequence_length=3)

@@ -1,7 +1,5 @@
 """Segments of long documents in lanes: nothing is lost or reordered, states are handed on, bad settings refused."""
 
-import json
-
 import pytest
 import torch
 from _lib.documents import DataArguments
@@ -9,10 +7,12 @@ from _lib.rows import pack
 from _lib.segments import collate, in_lanes
 from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
-from transformers import DynamicCache, TrainingArguments
+from transformers import DynamicCache
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.models.cache import carry_segment
+from tests.recipes.small import training as small_training
+from tests.recipes.small import write_lines
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16,
@@ -74,14 +74,13 @@ def test_no_gradient_goes_back():
 
 def settings(tmp_path, name, carry, **training):
     rows = [{"text": f"{word} and " * 200} for word in ("one", "two", "three", "four")]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    options = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 1, "report_to": "none"}
-    options |= {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 3e-3}
-    options |= {"train_sampling_strategy": "sequential"} | training
-    data = DataArguments([f"{tmp_path}/texts.jsonl"], [f"{tmp_path}/texts.jsonl"], sequence_length=16)
+    files = [write_lines(tmp_path / "texts.jsonl", rows)]
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 1}
+    options |= {"learning_rate": 3e-3, "train_sampling_strategy": "sequential"} | training
+    data = DataArguments(files, files, sequence_length=16)
     data.tokenizer_vocab_size = 300
     model = ModelArguments(model_type="bst", config=TINY, carry_segments=carry)
-    return model, data, TrainingArguments(str(tmp_path / name), **options)
+    return model, data, small_training(tmp_path / name, **options)
 
 
 def test_recipe_carries(tmp_path):

@@ -5,14 +5,22 @@ import json
 
 import pytest
 import torch
-from _lib.chat import PLAIN, set_chat_template
 from _lib.documents import train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from sft import SftArguments, SFTConfig, finetune, question_of, rows_of, trainer_of
+from sft import (
+    PLAIN,
+    SftArguments,
+    SFTConfig,
+    finetune,
+    question_of,
+    rows_of,
+    set_chat_template,
+    trainer_of,
+)
 
 from hf_hybrid_ssm.cli import main
 from tests.cli.test_next_commands import words_after_next

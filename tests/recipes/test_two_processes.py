@@ -13,27 +13,20 @@ import yaml
 from listops import write
 
 from tests.recipes.launching import RECIPES, launched
+from tests.recipes.small import QUIET, write_lines
 
 LONGHORN = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPADE |= {"sliding_window": 5, "ssm_state_size": 4}
 SEQ2SEQ = SPADE | {"num_decoder_layers": 1, "max_target_positions": 32}
-TRAINING = {
-    "max_steps": 2, "learning_rate": 0.0, "per_device_eval_batch_size": 4, "report_to": "none", "use_cpu": True,
-    "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no", "seed": 3, "overwrite": True,
-}  # fmt: skip
-
-
-def lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return str(path)
+TRAINING = {"max_steps": 2, "learning_rate": 0.0, "per_device_eval_batch_size": 4, "seed": 3, "overwrite": True}
+TRAINING |= QUIET
 
 
 def texts(folder):
     choose, words = random.Random(0), ["red", "green", "blue", "tall", "short", "old", "new"]
     rows = [{"text": " ".join(choose.choices(words, k=30))} for _ in range(30)]
-    return lines(folder / "texts.jsonl", rows)
+    return write_lines(folder / "texts.jsonl", rows)
 
 
 def pretrain_clm(folder):
@@ -52,14 +45,14 @@ def finetune_glue(folder):
         {"sentence1": row, "sentence2": "and so on", "label": number % 2} for number, row in enumerate("abcdefg" * 3)
     ]
     for split in ("train", "validation"):
-        lines(folder / f"rte/{split}.jsonl", rows)
+        write_lines(folder / f"rte/{split}.jsonl", rows)
     found = {"tasks": ["rte"], "data_folder": str(folder), "model_type": "longhorn", "config": LONGHORN}
     return found | {"train_sampling_strategy": "group_by_length"}
 
 
 def finetune_summarization(folder):
     rows = [{"document": f"{word} came. It went.", "summary": f"{word} came"} for word in "abcdefghijk"]
-    files = [lines(folder / "rows.jsonl", rows)]
+    files = [write_lines(folder / "rows.jsonl", rows)]
     found = {"train_files": files, "validation_files": files, "model_type": "spade_seq2seq", "config": SEQ2SEQ}
     return found | {"tokenizer_vocab_size": 300, "max_target_length": 8}
 

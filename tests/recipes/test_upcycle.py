@@ -11,29 +11,24 @@ import pytest
 import torch
 from _lib.documents import DataArguments, train_tokenizer
 from _lib.recall_rows import with_recall_rows
-from _lib.standard_text import standard_documents
-from _lib.teacher_states import TeacherStates
+from _lib.stages import TeacherStates
 from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 from upcycle import UpcycleArguments, upcycle_model
 from upcycling_gaps import GapArguments, gaps, widened
 
 from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
 from hf_hybrid_ssm.upcycle.student import constant_sinks
+from tests.recipes import small
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    train, held_out = standard_documents(most=60)  # more than are taken here
-    for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
-        rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
-        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return folder
+    return small.standard_texts(tmp_path_factory.mktemp("texts"))
 
 
 def data_of(texts, sequence_length=64):
@@ -42,9 +37,8 @@ def data_of(texts, sequence_length=64):
 
 
 def training(output, **options):
-    fixed = {"per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    fixed |= {"logging_steps": 10, "save_steps": 10, "dataloader_pin_memory": False, "learning_rate": 3e-3}
-    return TrainingArguments(str(output), **(fixed | options))
+    fixed = {"per_device_train_batch_size": 4, "logging_steps": 10, "save_steps": 10, "learning_rate": 3e-3}
+    return small.training(output, **fixed | options)
 
 
 @pytest.fixture(scope="module")
@@ -339,20 +333,6 @@ def test_a_wider_teacher_is_the_same_function(teacher):
     assert mlp.down_proj.weight.grad[:, 64:].any()
     with pytest.raises(ValueError, match=r"intermediate_size=64 must be above the teacher's, 64"):
         widened(narrow, 64)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"reference": "b"}, r"reference='b' must be one of variants=\['a'\]"),
-        ({"files": {}}, r"files=\{\} must map"),
-        ({"files": ["c"]}, r"files=\['c'\] must map one kind of text or more"),
-        ({"variants": {"a": {"intermediate_size": 8}}}, r"'a' has an intermediate_size without teacher_goes_on"),
-    ],
-)
-def test_gaps_that_cannot_be_measured(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        GapArguments(**{"base": {}, "variants": {"a": {}}, "files": {"b": ["c"]}} | wrong)
 
 
 def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):

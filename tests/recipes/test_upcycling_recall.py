@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 from upcycling_recall import UpcyclingRecallArguments, recall, share_of_pairs
+
+from tests.recipes import small
 
 TEACHER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 TASKS = {
@@ -23,9 +24,7 @@ STUDENTS = {"none": {"keep": 0.0, "memory": "longhorn", "instead": True, "state_
 
 
 def settings(folder, **over):
-    fixed = {"per_device_train_batch_size": 4, "max_steps": 2, "report_to": "none", "use_cpu": True}
-    fixed |= {"disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no", "learning_rate": 1e-3}
-    return TrainingArguments(str(folder), **(fixed | over))
+    return small.training(folder, **{"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-3} | over)
 
 
 def test_students_start_from_a_teacher_and_are_measured_twice(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.upcycle import Keep, Teacher, alignment_losses, distillation_loss, fused_distillation_loss, upcycle
-from hf_hybrid_ssm.upcycle.objectives import beyond_window, has_plain_head, memory_window
+from hf_hybrid_ssm.upcycle.objectives import beyond_window, has_plain_head
 from hf_hybrid_ssm.upcycle.student import new_modules
 from tests.upcycle.test_upcycle import MEMORIES, TEACHERS, teacher_of, tokens
 
@@ -108,11 +108,6 @@ def test_a_head_that_scales_is_not_plain():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     assert has_plain_head(student) and student.training and torch.equal(torch.get_rng_state(), before)
-
-
-def test_which_students_remember_beside_a_window():
-    found = {name: memory_window(student_of(teacher_of("llama"), name).config) for name in MEMORIES}
-    assert found == {"windows": None, "mixers beside": 6, "mixers instead": None, "context states": 6}
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)

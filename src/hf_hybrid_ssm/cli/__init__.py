@@ -34,8 +34,6 @@ TASKS = {
     },
     "use other programs": {
         "run": "run a script, a module or another command with the families registered",
-        "enable": "register the families for every program of this environment",
-        "disable": "undo enable",
         "completion": "print the completion of this command for bash, zsh or fish",
     },
 }

@@ -51,7 +51,7 @@ def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, in
     """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`, and those of
     `weights_of` if a delta's teacher is given."""
     check_holds_model(folder)
-    from hf_hybrid_ssm.hub.verify_tensors import check_contents, check_sums, check_values
+    from hf_hybrid_ssm.hub.verify import check_contents, check_sums, check_values
 
     findings = check_contents(folder)
     if hashes := check_sums(folder):
@@ -66,7 +66,7 @@ def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, in
 def _check_teacher(folder: str, teacher: str) -> int:
     """How many tensors of a delta are its teacher's, which is read and compared."""
     from hf_hybrid_ssm.hub.delta_files import is_delta
-    from hf_hybrid_ssm.hub.verify_tensors import own_tensors
+    from hf_hybrid_ssm.hub.verify import own_tensors
     from hf_hybrid_ssm.upcycle.delta import weights_of
 
     if not is_delta(folder):

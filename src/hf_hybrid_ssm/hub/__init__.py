@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "export_code": f"{__name__}.export",
-        "check_contents": f"{__name__}.verify_tensors",
+        "check_contents": f"{__name__}.verify",
         "export_kernels": f"{__name__}.kernels",
         "check_folder": f"{__name__}.verify_files",
         "model_card": f"{__name__}.cards",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -36,10 +36,7 @@ MIXED_ATTENTION = "full attention in some heads, window attention in the others"
 ATTENTION = {"window attention", "chunk attention", MIXED_ATTENTION, FULL_ATTENTION, WITHOUT_ATTENTION}
 """Kinds of layers, as families name them, that have no state of this package but the keys and values of tokens."""
 PAPER_OF_MEMORY = {"longhorn": "longhorn", "context": "bst"}
-SINKS = {
-    "constant": "a key and a value of the layer's own stand for the first token",
-    "first_token": "the first token's key and value stay in the cache",
-}
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
@@ -103,9 +100,7 @@ def model_card(
     task, text = TASKS.get(table), _paper_of(family, config)
     has_weights = trained or results is not None
     teacher = _teacher_of(results, delta)
-    if base_model is None:
-        base_model = teacher
-    tables = [] if results is None else tables_of(results)
+    base_model = teacher if base_model is None else base_model
     kinds = family.layer_kinds(config)
     has_state = text is not None and not set(kinds) <= ATTENTION
     data = ModelCardData(
@@ -117,23 +112,19 @@ def model_card(
         base_model=base_model if base_model and ON_HUB.fullmatch(base_model) else None,
         **_metrics(name, task, results, dataset),
     )
-    sections = [
-        f"---\n{data.to_yaml().strip()}\n---",
-        f"# {escaped(name)}",
-        _what_it_is(config, text, kinds),
-        "## Architecture",
-        _architecture(config, model, kinds),
-        "## Training",
-        _training(results, dataset, recipe, trained, teacher),
-        *(["## Measured", *map(str, tables)] if tables else []),
-        *(["## Teacher", _teacher(name, delta)] if delta is not None else []),
-        *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
-        "## Limits",
-        _limits(text, kinds, teacher),
-        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if text and has_weights and has_state else []),
-        *([_licences(license, base_model)] if has_weights else []),
-    ]
-    return "\n\n".join(sections) + "\n"
+    total, inner = _parameters(model)
+    layer_types = getattr(config, "layer_types", ())  # a student says it by its plan
+    card = ModelCard.from_template(
+        data, str(TEMPLATE), escaped=escaped, code_span=code_span, dumps=json.dumps, quote=shlex.quote,
+        name=name, config=config, class_name=class_name, config_class=type(config).__name__, text=text, kinds=kinds,
+        has_state=has_state, grows=MIXED_ATTENTION in kinds or not set(layer_types) <= {*STATE_LAYER_TYPES},
+        full_attention=FULL_ATTENTION, mixed_attention=MIXED_ATTENTION, parameters=total, inner_parameters=inner,
+        layers=_layers(kinds), fields=_fields(config), results=results, dataset=dataset, recipe=recipe,
+        trained=trained, exported=exported, has_weights=has_weights, auto=auto_class_of(table), delta=delta,
+        figures=_figures(results), tables=[] if results is None else tables_of(results), teacher=teacher,
+        license=license, base_model=base_model, **_of_plan(config),
+    )  # fmt: skip
+    return f"{card}\n"
 
 
 def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
@@ -158,16 +149,6 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
     return model_card(config, **(facts | options))
 
 
-def _licences(license: str | None, base_model: str | None) -> str:
-    if license is not None:
-        weights = f"Licence of the weights: {escaped(license)}."
-    elif base_model is not None:
-        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them."
-    else:
-        weights = "Licence of the weights: unknown."
-    return f"Licence of code and card: Apache-2.0. {weights}"
-
-
 def _teacher_of(results: Mapping[str, Any] | None, delta: Delta | None) -> str | None:
     """The name of a student's teacher, which a delta and the results of upcycling tell."""
     if delta is not None:
@@ -184,54 +165,17 @@ def _paper_of(family: Family, config: Any) -> CardText | None:
     return family_of(memories[0]).card if memories else None
 
 
-def _what_it_is(config: PreTrainedConfig, text: CardText | None, kinds: list[str]) -> str:
-    """The paper's idea, and what the family says of its memory where no layer keeps the keys of all tokens."""
-    if hasattr(config, "plan"):
-        return _what_a_student_is(config, text, kinds)
-    assert text is not None
-    if set(kinds) <= ATTENTION:
-        return f"A transformer in the classes of {text.name}, without that family's own layers: it is attention alone."
-    grows = MIXED_ATTENTION in kinds or any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
-    memory = f" {text.memory}" if text.memory and not grows else ""
-    return f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}{memory}"
-
-
-def _what_a_student_is(config: Any, text: CardText | None, kinds: list[str]) -> str:
-    """Windows and full layers, or a hybrid with a memory, in a teacher's class."""
-    plan, of_teacher = config.plan, f"a {code_span(config.teacher_type)} model in the classes of transformers"
-    windows = [layer for layer in plan.layers if layer.is_windowed]
-    sizes = " or ".join(f"{size:,}" for size in sorted({layer.window for layer in windows}))
-    heads = ", but for some heads, which see all" if any(layer.groups for layer in windows) else ""
-    sinks = "".join(f"; {SINKS[kind]}" for kind in sorted({layer.sink for layer in windows} - {None}))
-    sees = f" In {len(windows)} of {len(kinds)} layers a token sees the {sizes} tokens before its own{heads}{sinks}."
-    if text is not None:
-        named = f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv}))"
-        first = f"A hybrid of attention and the memory of {named}: {of_teacher}, with other attention."
-        return f"{first}{sees if windows else ''} {text.idea}"
-    has_full = any(layer.attention == "full" or layer.groups for layer in plan.layers)
-    parts = " and ".join([*(["windows"] if windows else []), *(["full layers"] if has_full else [])])
-    return f"A transformer of {parts}: {of_teacher}{f', with other attention.{sees}' if windows else '.'}"
-
-
-def _limits(text: CardText | None, kinds: list[str], teacher: str | None) -> str:
-    forgets = _forgets(kinds) or (text.limits if text is not None else "")
-    if teacher is not None:
-        return f"{forgets} Its other limits are those of its teacher, {escaped(teacher)}."
-    return (
-        f"{forgets} A model trained by these recipes was not taught to be helpful or harmless; it repeats what is in "
-        "its training data, with the errors and prejudices there."
-    )
-
-
-def _forgets(kinds: list[str]) -> str | None:
-    """What a model of attention alone forgets; None of a model with a state, of which the family speaks."""
-    if not set(kinds) <= ATTENTION:
-        return None
-    if FULL_ATTENTION in kinds:
-        return "Only the layers with full attention see what the others' windows have left."
-    if MIXED_ATTENTION in kinds:
-        return "Only the heads with full attention see what the others' windows have left."
-    return "The model forgets what its windows have left."
+def _of_plan(config: Any) -> dict[str, Any]:
+    """Windows and full layers of a student; of other models that they are none."""
+    layers = config.plan.layers if hasattr(config, "plan") else ()
+    windows = [layer for layer in layers if layer.is_windowed]
+    return {
+        "is_student": bool(layers),
+        "windows": windows,
+        "sizes": " or ".join(f"{size:,}" for size in sorted({layer.window for layer in windows})),
+        "sinks": {layer.sink for layer in windows},
+        "has_full": any(layer.attention == "full" or layer.groups for layer in layers),
+    }
 
 
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
@@ -250,11 +194,16 @@ def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dat
     return {"model_name": name, "eval_results": values}
 
 
-def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[str]) -> str:
+def _parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """All parameters, and those that are no embeddings."""
     total, inner = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
     if not isinstance(embeddings := model.get_input_embeddings(), nn.Embedding):  # adaptive: transformers counts it in
         inner -= sum(parameter.numel() for parameter in embeddings.parameters())
-    counted = f"{total:,} parameters, {inner:,} of them non-embedding"
+    return total, inner
+
+
+def _fields(config: PreTrainedConfig) -> str:
+    """Sizes, and fields that have not their defaults."""
     defaults = type(config)().to_dict()
     shown = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
     shown |= {
@@ -264,11 +213,13 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[
         if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
         if key.isidentifier()
     }
-    fields = ", ".join(f"`{key}` {escaped(value)}" for key, value in shown.items())
-    return (
-        f"`{type(model).__name__}`: {counted}. {_layers(kinds)}\n\n"
-        f"{fields}; all other fields of `{type(config).__name__}` have their defaults."
-    )
+    return ", ".join(f"`{key}` {escaped(value)}" for key, value in shown.items())
+
+
+def _figures(results: Mapping[str, Any] | None) -> dict[str, str]:
+    """What results.json says in single values and short lists, escaped."""
+    plain = ((key, value) for key, value in (results or {}).items() if _plain(value))
+    return {escaped(key.replace("_", " ")): _number(value) for key, value in plain}
 
 
 def _plain(value: Any) -> bool:
@@ -289,62 +240,7 @@ def _layers(kinds: list[str]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _training(
-    results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool, teacher: str | None
-) -> str:
-    lines = [f"Data: {dataset}."] if dataset else []
-    if recipe:
-        lines.append(f"Command: `{recipe}`.")
-    if results:
-        if teacher is not None and not results.get("steps"):
-            lines.append(f"Nothing was trained; the weights come from {escaped(teacher)}.")
-        told = {escaped(key.replace("_", " ")): value for key, value in results.items() if _plain(value)}
-        rows = [f"| {key} | {_number(value)} |" for key, value in told.items()]
-        if told.keys() - {"teacher"}:
-            lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
-    elif not trained:
-        lines.insert(0, "No trained weights are published yet.")
-        if not recipe:
-            lines.append(
-                "The package has no recipe of this size. `docs/reproducing.md` has the paper's other experiments."
-            )
-    elif not lines:
-        lines.append("The folder holds no record of the training.")
-    return " ".join(lines).replace(" \n", "\n")
-
-
 def _number(value: Any) -> str:
     if isinstance(value, bool | str | list):
         return escaped(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _teacher(name: str, delta: Delta) -> str:
-    place = "on the Hub" if delta.is_on_hub else "a folder or file"
-    command = f"hf-hybrid-ssm export {shlex.quote(name)} --full OUT --teacher TEACHER"
-    return (
-        f"This is a delta: it holds what the student has beyond its teacher, {code_span(delta.teacher)} ({place}). "
-        "All other tensors are the teacher's of the same name. It loads where that teacher is at hand, whose weights "
-        f"have the fingerprint {code_span(delta.fingerprint)}. {code_span(command)} writes the whole model."
-    )
-
-
-def _use(name: str, auto: str, exported: bool, delta: Delta | None) -> str:
-    # without its configuration, AutoTokenizer asks whether to run the code that config.json names
-    trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
-    if delta is not None:
-        teacher = json.dumps(delta.teacher)
-        return (
-            f"```python\nfrom transformers import {auto}\n\n"
-            "from hf_hybrid_ssm.upcycle import tokenizer_of  # installed from its source\n\n"
-            f"model = {auto}.from_pretrained({json.dumps(name)}, teacher={teacher})\n"
-            f"tokenizer = tokenizer_of({json.dumps(name)}, {teacher})\n```"
-        )
-    first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"
-    code = (
-        f"{first}from transformers import AutoTokenizer, {auto}\n\n"
-        f"model = {auto}.from_pretrained({json.dumps(name)}{trust})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{config})\n"
-    )
-    note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
-    return f"```python\n{code}```{note if exported else ''}"

@@ -25,7 +25,7 @@ from hf_hybrid_ssm.hub.cards import card_of_folder
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
-from hf_hybrid_ssm.hub.verify_tensors import check_tensors, own_tensors
+from hf_hybrid_ssm.hub.verify import check_tensors, own_tensors
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.upcycle.loading import TeacherFiles, open_teacher, weights_as_saved
 from hf_hybrid_ssm.upcycle.teacher import Teacher

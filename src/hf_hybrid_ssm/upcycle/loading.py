@@ -21,7 +21,7 @@ from hf_hybrid_ssm.hub.configurations import in_one_line, without_memory
 from hf_hybrid_ssm.hub.downloads import OPTIONS, download_texts, download_weights, is_name
 from hf_hybrid_ssm.hub.gguf_config import config_fields
 from hf_hybrid_ssm.hub.gguf_header import GgufHeader, read_header
-from hf_hybrid_ssm.hub.verify_others import check_safetensors, check_texts
+from hf_hybrid_ssm.hub.verify import check_safetensors, check_texts
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.upcycle.teacher import Teacher, check_config
 

@@ -133,11 +133,6 @@ def alignment_losses(
     return losses
 
 
-def memory_window(config: Any) -> int | None:
-    """W of a student's windows where a memory beside them is to remember what lies beyond; None where none is."""
-    return next((layer.window for layer in config.plan.layers if layer.is_windowed and layer.memory), None)
-
-
 def beyond_window(window: int, within: float, **inputs: torch.Tensor) -> torch.Tensor:
     """Weights (B, L) of tokens: 1 where more than `window` tokens of the document come before, `within` elsewhere.
 

@@ -1,4 +1,6 @@
-"""T5's span corruption (arXiv 1910.10683): spans of a text are replaced by sentinels, and the target restores them.
+"""What is hidden of a text, to be restored: spans (T5, arXiv 1910.10683) or single tokens (BERT, arXiv 1810.04805).
+
+T5 replaces spans by sentinels, and the target restores them:
 
 text     Thank you for inviting me to your party last week
 input    Thank you <extra_id_0> me to your party <extra_id_1> week </s>
@@ -149,3 +151,31 @@ class NewMasksEachEpoch(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.collator.epoch = int((state.epoch or 0) + 1e-6)
+
+
+MASK, RANDOM = 0.8, 0.1  # of the hidden tokens: the mask token, a random one; the others stay as they are
+
+
+class TokenMasking(MaskingCollator):
+    """A fraction of the tokens is to be predicted, never special ones; the labels are -100 elsewhere.
+
+    Raises:
+        ValueError: the tokenizer has no mask token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fraction: float = 0.15, seed: int = 0):
+        super().__init__(tokenizer, seed)
+        if tokenizer.mask_token_id is None:
+            raise ValueError("the tokenizer needs a mask token.")
+        self.mask, self.tokens, self.fraction = tokenizer.mask_token_id, len(tokenizer), fraction
+        self.special = tokenizer.all_special_ids
+
+    def corrupted(self, row: dict[str, Any]) -> dict[str, list[int]]:
+        random, tokens = self.random_of(row), np.array(row["input_ids"])
+        places = np.flatnonzero(~np.isin(tokens, self.special))
+        hidden = random.choice(places, round(self.fraction * len(places)), replace=False)
+        masked, drawn = np.split(hidden, np.cumsum([round(MASK * len(hidden)), round(RANDOM * len(hidden))]))[:2]
+        labels, inputs = np.full_like(tokens, -100), tokens.copy()
+        labels[hidden] = tokens[hidden]
+        inputs[masked], inputs[drawn] = self.mask, random.integers(self.tokens, size=len(drawn))
+        return {"input_ids": inputs.tolist(), "labels": labels.tolist()}

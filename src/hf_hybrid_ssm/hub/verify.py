@@ -1,5 +1,14 @@
-"""Does a checkpoint folder hold the model that its config.json describes, and all of it?"""
+"""Does a folder hold the model that its config.json describes, and all of it?
 
+Checks what safetensors and transformers do not: names, shapes and kinds of tensors, finite numbers, a tokenizer that
+multiplies no text, counts that memory holds.
+
+Of a folder with a model of transformers' own too, but for the names of tensors, which transformers may change as it
+loads them (`load_whole` compares them then). Nothing that a folder names is fetched or run, nothing outside of it is
+read, and nothing is unpickled.
+"""
+
+import base64
 import hashlib
 import os
 import re
@@ -10,16 +19,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS, is_delta, read_delta
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
-from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
-from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
-from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
+from hf_hybrid_ssm.hub.reading import check_readable, check_regular, read_any_json, read_json, read_text
+from hf_hybrid_ssm.hub.verify_files import ADAPTER_CONFIG, check_folder, tensors_of, weight_files, weights_name
 from hf_hybrid_ssm.models.families import family_of
 
 SUMS = "SHA256SUMS"
@@ -32,6 +46,13 @@ OTHERS = {
     torch.int64: "I64", torch.complex64: "C64",
 }  # fmt: skip
 SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+MOST_GROWTH = 256  # letters for each letter of a text; the normalizer of T5 makes at most 36
+MOST_PADDING = 1 << 20  # tokens
+BYTES_OF_LETTER = 4  # a byte-level step writes a letter for each byte
+STEPS = ("normalizer", "pre_tokenizer", "decoder")
+PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+"""Files that transformers reads instead of those that are named as usual, whatever tensors they lack."""
 
 
 def check_contents(folder: str | os.PathLike) -> dict[str, int]:
@@ -223,3 +244,130 @@ def check_dtype(file: Path, name: str, stored: str, wanted: torch.dtype, model: 
     if stored not in allowed:
         needed = ", ".join(map(str, allowed))
         raise ValueError(f"{file}: {name} has dtype {stored}, but {model} needs {needed}.")
+
+
+def check_tokenizer(folder: Path, config: Any) -> None:
+    """The tokenizer can be loaded, its steps multiply no text, and its tokens are those of the model's vocabulary; a
+    folder without tokenizer.json passes.
+
+    Raises:
+        ValueError: names the file and what is wrong with it.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    check_steps(file)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+        ids = [*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]]
+        tokens = max(len(tokenizer), *(number + 1 for number in ids))
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ValueError(f"{file} holds no tokenizer: {in_one_line(error)}") from error
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"{file} has {tokens} tokens, but the model's vocab_size is {config.vocab_size}: it belongs to another "
+            "model."
+        )
+
+
+def check_steps(file: Path) -> None:
+    """The steps of a tokenizer.json multiply no text.
+
+    Raises:
+        ValueError: one does, or cannot be read.
+    """
+    saved = read_json(file)
+    for step in STEPS:
+        try:
+            growth = _growth(saved.get(step))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} holds no tokenizer: its {step} cannot be read.") from error
+        if growth > MOST_GROWTH:
+            raise ValueError(
+                f"{file}: its {step} can make more than {MOST_GROWTH} letters of each letter of a text, which no "
+                "tokenizer needs."
+            )
+    padding = saved["padding"] if isinstance(saved.get("padding"), dict) else {}
+    strategy = padding["strategy"] if isinstance(padding.get("strategy"), dict) else {}
+    for size in (strategy.get("Fixed"), padding.get("pad_to_multiple_of")):
+        if isinstance(size, int) and size > MOST_PADDING:
+            raise ValueError(f"{file} pads each text to {size:,} tokens; at most {MOST_PADDING:,} are made.")
+
+
+def _growth(step: Any) -> float:
+    """A bound of how many letters a step of the tokenizer makes of one; infinite once it is beyond use."""
+    if step is None:
+        return 1
+    parts = step.get("normalizers") or step.get("pretokenizers") or step.get("decoders")
+    if parts is not None:
+        growth = 1.0
+        for part in parts:
+            growth = min(growth * _growth(part), float("inf"))
+        return growth
+    kind = step.get("type")
+    if kind == "Replace":
+        pattern, content = step.get("pattern"), len(step.get("content"))
+        plain = pattern.get("String") if isinstance(pattern, dict) else None
+        return max(1, content / len(plain)) if plain else 1 + content  # a regular expression may match nothing
+    if kind == "Prepend":
+        return 1 + len(step.get("prepend"))
+    if kind == "Precompiled":  # a trie, after its size, and then what it puts in place, divided by zeros
+        table = base64.b64decode(step.get("precompiled_charsmap"))
+        start = 4 + int.from_bytes(table[:4], "little")
+        return max(1, *map(len, table[start:].split(b"\0")), 1)
+    if kind == "ByteLevel":
+        return BYTES_OF_LETTER
+    if kind == "BertNormalizer":  # spaces on both sides of a Chinese letter
+        return 3
+    return 1
+
+
+def check_texts(folder: Path) -> PreTrainedConfig:
+    """The configuration of a folder all of whose texts can be read: it names no code, asks for no more than can be
+    built, and no other model; the tokenizer's steps multiply no text.
+
+    Raises:
+        ValueError: names the file and says what is wrong with it.
+    """
+    config = config_of_folder(folder, of_transformers=True)
+    check_readable(folder)
+    for path in sorted(folder.glob("*.json")):
+        read_any_json(path)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} is an adapter beside a model: merge it into the model (merge_and_unload of "
+            "peft) and save that."
+        )
+    if (folder / "tokenizer.json").is_file():
+        check_steps(folder / "tokenizer.json")
+    check_generation(folder)
+    return config
+
+
+def check_safetensors(folder: Path, config: Any) -> None:
+    """The weights are complete safetensors, and hold numbers of the kind that the causal language model needs.
+
+    Raises:
+        ValueError: names the file or the tensor.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    if shards := [name for name in names if SHARD.fullmatch(name)]:
+        raise ValueError(
+            f"{folder / shards[0]} is a part of a checkpoint that several processes saved: load it there, and save it "
+            "whole."
+        )
+    first = next(iter(weight_files(folder)))
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if first not in names and pickled:
+        raise ValueError(
+            f"{folder / pickled[0]} holds pickled weights, which are not read: load them where you trust them, and "
+            "save the model as safetensors (save_pretrained)."
+        )
+    places = tensors_of(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or getattr(config, "quantization_config", None) is not None:
+        return
+    expected = without_memory(lambda: model_class(config)).state_dict()
+    for file, tensors in places.items():
+        for name in sorted(expected.keys() & tensors.keys()):
+            check_dtype(folder / file, name, tensors[name][1], expected[name].dtype, model_class.__name__)

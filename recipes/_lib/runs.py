@@ -1,0 +1,82 @@
+"""What the recipes that train one model share: where it starts, and what they leave at the end."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _lib.checks import check_config, check_either, clear_checkpoints
+from _lib.training import checkpoint_to_resume, plot_loss, say_figures, write_figures, write_json
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+
+@dataclass
+class StartArguments:
+    """Which model to train, and from where."""
+
+    model_type: str | None = field(default=None, metadata={"help": "longhorn, llama, t5, ...: from scratch"})
+    preset: str | None = field(default=None, metadata={"help": "a size of this package's families, such as 125m"})
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "start from these weights instead"})
+    embeddings_from: str | None = field(
+        default=None, metadata={"help": "start with the token embeddings of this model, e.g. gpt2, of the same width"}
+    )
+    resume: str | None = field(
+        default=None, metadata={"help": "a checkpoint folder, or auto for the newest complete one"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
+
+    def __post_init__(self):
+        check_either(self, "model_type", "model_name_or_path")
+        check_config(self.model_type, self.config, self.preset)
+
+
+def seed_of_data(training: TrainingArguments) -> int:
+    """The seed of the rows' order."""
+    return training.seed if training.data_seed is None else training.data_seed
+
+
+def train_and_save(trainer: Trainer, arguments: Any) -> TrainOutput:
+    """Train, from a checkpoint if `arguments.resume` says so, and save. Checkpoints of an earlier run go first if
+    `arguments.overwrite` says so: all that could be wrong has been read."""
+    folder = trainer.args.output_dir
+    clear_checkpoints(folder, arguments.overwrite, arguments.resume)
+    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, folder))
+    trainer.model.config.use_cache = True  # of what is saved: the Trainer lets no state be kept while it trains
+    trainer.save_model()
+    trainer.model.config.use_cache = False
+    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    return run
+
+
+def figures_of(trainer: Trainer, run: TrainOutput) -> dict[str, Any]:
+    """What every run tells in results.json."""
+    return {
+        "model_type": trainer.model.config.model_type,
+        "parameters": trainer.model.num_parameters(),
+        "steps": trainer.state.global_step,
+        "train_loss": run.training_loss,
+        "seconds": run.metrics["train_runtime"],
+        "torch": torch.__version__,
+    }
+
+
+def tokens_of(trainer: Trainer, length: int) -> int:
+    """The tokens of all steps, in rows of `length`."""
+    training = trainer.args
+    rows = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    return trainer.state.global_step * rows * length
+
+
+def write_run(trainer: Trainer, results: dict[str, Any], path: str | None = None) -> dict[str, Any]:
+    """Write results.json, and a copy to `path`, history.json and loss.png, and print the results, which are returned;
+    once for all processes."""
+    folder, history = Path(trainer.args.output_dir), trainer.state.log_history
+    write_json(folder / "history.json", history)
+    write_figures(results, folder, path)
+    if any("loss" in entry or "eval_loss" in entry for entry in history):
+        plot_loss(history, folder / "loss.png")
+    say_figures(results)
+    return results
