@@ -11,7 +11,7 @@ import transformers
 from _lib.provenance import ROOT, provenance
 from _lib.training import write_figures
 
-from benchmarks.plots import RESULTS
+from benchmarks.table_text import RESULTS
 from benchmarks.tables import source
 
 COMMITS = r"[0-9a-f]{7,40}\+?(, [0-9a-f]{7,40}\+?)*"  # several where a run went on after one
