@@ -6,8 +6,8 @@ students, and of llama.cpp with the same weights?
 TEACHER is a GGUF file or a folder; without it, weights are random, of SmolLM2-135M's shape, and no page shows them.
 Students are made by `upcycle` and not trained. A token is written after a cache that was filled, not read. llama.cpp
 runs in the Python that --llama-python or $HF_HYBRID_SSM_LLAMA_PYTHON names (`pip install llama-cpp-python` there),
-with the GGUF file as it is and brought to 8 and 16 bits. Every measurement is kept in --store as soon as it is done:
-the same command goes on where it was stopped.
+with the GGUF file as it is and brought to 8 and 16 bits. Every measurement is written to --output as soon as it is
+done: the same command goes on where it was stopped. Models are made in runs/long_context.
 """
 
 import argparse
@@ -17,9 +17,10 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,18 @@ import torch
 import transformers
 
 from benchmarks.long_context_models import STUDENTS, TEACHER, make_folders
-from benchmarks.long_context_store import Cell, Store
 from benchmarks.long_context_torch import FORMS, KINDS
-from benchmarks.timing import RESULTS, provenance, to_json
+from benchmarks.timing import COMMIT, RESULTS, provenance, to_json
 
 ROOT = Path(__file__).parents[1]
+WORK = ROOT / "runs" / "long_context"
 LENGTHS = [512, 4096, 8192, 16384, 32768, 65536]
 LLAMA_CPP, AS_GIVEN = "llama.cpp", "as given"
 LLAMA_CPP_FORMS = (AS_GIVEN, "Q8_0", "F16")
 MODELS = (TEACHER, *STUDENTS, LLAMA_CPP)
 LLAMA_PYTHON = "HF_HYBRID_SSM_LLAMA_PYTHON"
+Cell = tuple[str, str, str, int]
+"""Kind ("write" or "read"), model, form and length."""
 SETTINGS = ("threads", "steps", "rounds", "seconds")  # that a measurement depends on
 
 
@@ -56,11 +59,10 @@ def parser_of_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=60, help="after which no further round of a cell begins")
     parser.add_argument("--minutes", type=float, default=60, help="after which no further cell begins (default: 60)")
     parser.add_argument("--llama-python", default=os.environ.get(LLAMA_PYTHON), help=f"default: ${LLAMA_PYTHON}")
-    parser.add_argument("--store", type=Path, help="default: runs/long_context, runs/long_context_random")
-    parser.add_argument("--overwrite", action="store_true", help="begin the store anew")
     parser.add_argument(
         "--output", type=Path, help="default: benchmarks/results/long_context.json, if TEACHER is given"
     )
+    parser.add_argument("--overwrite", action="store_true", help="begin the output anew")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     return parser
 
@@ -83,9 +85,10 @@ def checked(parser: argparse.ArgumentParser, arguments: list[str] | None) -> arg
     given.skipped = {LLAMA_CPP: lacking} if lacking and given.models is None else {}
     given.models = [name for name in given.models or MODELS if name not in given.skipped]
     given.lengths = sorted(set(given.lengths))
-    if given.output is None and given.teacher is not None:  # no page shows random weights
-        given.output = RESULTS / "long_context.json"
-    given.store = given.store or ROOT / "runs" / ("long_context_random" if given.teacher is None else "long_context")
+    given.work = WORK / identity(given.teacher)
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.output is None:  # no page shows random weights
+        given.output = given.work / "figures.json" if given.teacher is None else RESULTS / "long_context.json"
     return given
 
 
@@ -126,73 +129,97 @@ def identity(teacher: str | None) -> str:
 
 
 class Measurement:
-    """Measures what the store lacks, each model and form in a process of its own.
+    """Measures what the figures lack, each model and form in a process of its own, and writes them after every cell.
 
     Attributes:
+        figures: what the table and the picture are made from.
         failed: one line for each process that ended badly.
         skipped: what cannot be measured here, and why.
     """
 
-    def __init__(self, given: argparse.Namespace, store: Store):
-        self.given, self.store = given, store
+    def __init__(self, given: argparse.Namespace, figures: dict[str, Any]):
+        self.given, self.figures = given, figures
         self.failed: list[str] = []
-        self.skipped: dict[str, str] = dict(given.skipped)
+        self.skipped: dict[str, str] = figures["skipped"]
         self.until = time.monotonic() + 60 * given.minutes
         self.folders: dict[tuple[str, str], Path] = {}
         self.files: dict[str, Path] = {}
 
     def run(self) -> None:
         """First all that is written, then what is read, which takes longer."""
-        lacking = [cell for cell in self._wanted() if not self.store.has(cell)]
-        in_torch = [TEACHER, *(name for name in STUDENTS if any(cell.model == name for cell in lacking))]
+        lacking = self.left()
+        in_torch = [TEACHER, *(name for name in STUDENTS if any(cell[1] == name for cell in lacking))]
         dtypes = sorted({FORMS[form][0] for form in self.given.forms})
-        self.folders = make_folders(self.given.teacher, in_torch, dtypes, self.store.folder / "models")
-        if any(cell.model == LLAMA_CPP for cell in lacking):
+        self.folders = make_folders(self.given.teacher, in_torch, dtypes, self.given.work / "models")
+        self.figures["teacher"] = shape_of(self.folders[TEACHER, "float32"], self.given.teacher)
+        if any(cell[1] == LLAMA_CPP for cell in lacking):
             self.files = self._converted()
         for (kind, model, form), cells in groupby(lacking, key=lambda cell: cell[:3]):
             if model == LLAMA_CPP and form not in self.files:  # skipped
                 continue
             if time.monotonic() < self.until:
-                self._measure(kind, model, form, [cell.length for cell in cells])
+                self._measure(kind, model, form, [length for *_, length in cells])
 
     def left(self) -> list[Cell]:
         """What has not been measured and could be."""
-        return [cell for cell in self._wanted() if not self.store.has(cell) and not self._is_skipped(cell)]
+        found = []
+        for kind, model in product(self.given.kinds, self.given.models):
+            for form, length in product(forms_of(model, self.given.forms), self.given.lengths):
+                if model in self.skipped or f"{model}, {form}" in self.skipped:
+                    continue
+                if str(length) not in self.figures["cells"].get(model, {}).get(form, {}).get(kind, {}):
+                    found.append((kind, model, form, length))
+        return found
 
-    def _is_skipped(self, cell: Cell) -> bool:
-        return cell.model in self.skipped or f"{cell.model}, {cell.form}" in self.skipped
+    def _record(self, kind: str, model: str, form: str, found: dict[str, Any]) -> None:
+        cells, length = self.figures["cells"], str(found.pop("length"))
+        by_length = cells.setdefault(model, {}).setdefault(form, {}).setdefault(kind, {})
+        by_length[length] = {"commit": COMMIT} | found
+        by_length |= {each: by_length.pop(each) for each in sorted(by_length, key=int)}
+        self.write()
 
-    def _wanted(self) -> Iterator[Cell]:
-        for kind in self.given.kinds:
-            for model in self.given.models:
-                for form in LLAMA_CPP_FORMS if model == LLAMA_CPP else self.given.forms:
-                    for length in self.given.lengths:
-                        yield Cell(kind, model, form, length)
+    def write(self) -> None:
+        """The figures, with models and forms in their order."""
+        cells = self.figures["cells"]
+        self.figures["cells"] = {
+            model: {form: cells[model][form] for form in forms_of(model) if form in cells[model]}
+            for model in MODELS
+            if model in cells
+        }
+        every = (
+            c
+            for forms in cells.values()
+            for kinds in forms.values()
+            for found in kinds.values()
+            for c in found.values()
+        )
+        self.figures["commit"] = ", ".join(sorted({cell["commit"] for cell in every}))
+        draft = self.given.output.with_suffix(".draft")
+        draft.write_text(to_json(self.figures), encoding="utf-8")
+        draft.replace(self.given.output)
 
     def _measure(self, kind: str, model: str, form: str, lengths: list[int]) -> None:
         request = {"kind": kind, "form": form, "lengths": lengths}
         request |= {name: getattr(self.given, name) for name in SETTINGS}
-        log = self.store.folder / "logs" / f"{kind}-{model}-{form}.txt"
-        with log.open("w", encoding="utf-8") as errors:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
             process = self._start(model, request, errors)
             for line in process.stdout or ():
                 if not line.startswith('{"length"'):
                     continue
                 found = json.loads(line)
-                cell = Cell(kind, model, form, found.pop("length"))
-                self.store.record(cell, found)
-                print(f"{cell}: {figure_of(found)}", flush=True)
+                print(f"{named(kind, model, form, found['length'])}: {figure_of(found)}", flush=True)
+                self._record(kind, model, form, found)
                 if time.monotonic() > self.until:
                     process.kill()
                     process.wait()
                     return
-        if code := process.wait():
-            said = last_line(log.read_text(encoding="utf-8"))
-            self.failed.append(f"{model}, {form}, {kind}: ended with {code}: {said}")
+            if code := process.wait():
+                errors.seek(0)
+                self.failed.append(f"{model}, {form}, {kind}: ended with {code}: {last_line(errors.read())}")
 
     def _start(self, model: str, request: dict[str, Any], errors: Any = None) -> subprocess.Popen:
         if model == LLAMA_CPP:
-            file = self.files.get(request["form"], self.given.teacher) if "form" in request else self.given.teacher
+            file = self.files.get(request.get("form", ""), self.given.teacher)
             request = {"file": str(Path(file).resolve())} | request
             program, python, env = "long_context_llama_cpp", self.given.llama_python, environment_of_llama_cpp()
         else:
@@ -206,10 +233,10 @@ class Measurement:
     def _converted(self) -> dict[str, Path]:
         """The file as it is and in the other forms; what cannot be made is skipped with a line."""
         said, _ = self._start(LLAMA_CPP, {"kind": "about"}).communicate()
-        self.store.note(LLAMA_CPP, json.loads(last_line(said)))
+        self.figures["llama_cpp"] = json.loads(last_line(said))
         files = {AS_GIVEN: Path(self.given.teacher)}
         for form in LLAMA_CPP_FORMS[1:]:
-            place = (self.store.folder / "models" / f"{form}.gguf").resolve()
+            place = (self.given.work / "models" / f"{form}.gguf").resolve()
             if not place.is_file():
                 request = {"kind": "convert", "to": str(place), "form": form, "file": str(files[AS_GIVEN].resolve())}
                 process = self._start(LLAMA_CPP, request, subprocess.PIPE)
@@ -222,14 +249,22 @@ class Measurement:
         return files
 
 
+def forms_of(model: str, in_torch: Sequence[str] = tuple(FORMS)) -> Sequence[str]:
+    return LLAMA_CPP_FORMS if model == LLAMA_CPP else in_torch
+
+
+def named(kind: str, model: str, form: str, length: int) -> str:
+    return f"{model}, {form}, {kind} at {length:,} tokens"
+
+
 def figure_of(found: dict[str, Any]) -> str:
     if "seconds" in found:
         return f"{found['seconds']:.2f} s, {found['tokens_per_second']:,.0f} tokens/s"
     return f"{found['milliseconds_per_token']:.1f} ms a token"
 
 
-def shape_of(store: Store, teacher: str | None) -> dict[str, Any]:
-    config = json.loads((store.folder / "models" / f"{TEACHER}-float32" / "config.json").read_text(encoding="utf-8"))
+def shape_of(folder: Path, teacher: str | None) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     fields = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
     name = "random weights" if teacher is None else Path(teacher).name
     return {"name": name} | {field: config[field] for field in fields}
@@ -244,51 +279,43 @@ def command_of(given: argparse.Namespace) -> str:
     return f"python {shlex.join(['benchmarks/long_context.py', *words])}"
 
 
-def figures_of(measurement: Measurement) -> dict[str, Any]:
-    """What the table and the picture are made from."""
-    store, given = measurement.store, measurement.given
-    cells: dict[str, Any] = {}
-    found = store.cells()
-    for model in MODELS:  # in this order
-        forms = LLAMA_CPP_FORMS if model == LLAMA_CPP else tuple(FORMS)
-        of_model = [cell for cell in found if cell.model == model]
-        for cell in sorted(of_model, key=lambda cell: (forms.index(cell.form), cell.length)):
-            kinds = cells.setdefault(model, {}).setdefault(cell.form, {})
-            kinds.setdefault(cell.kind, {})[f"{cell.length}"] = found[cell]
-    commits = sorted({each["commit"] for each in found.values()})
-    return provenance() | {
-        "command": command_of(given),
-        "commit": ", ".join(commits),
-        "teacher": shape_of(store, given.teacher),
-        "settings": json.loads((store.folder / "settings.json").read_text(encoding="utf-8")),
-        "llama_cpp": store.noted(LLAMA_CPP),
-        "skipped": measurement.skipped,
-        "cells": cells,
-    }
+def figures_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Those that the output holds, to be continued, or new ones.
+
+    Raises:
+        FileExistsError: it holds measurements of other settings.
+    """
+    settings = {"weights": identity(given.teacher)} | {name: getattr(given, name) for name in SETTINGS}
+    settings |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures = provenance() | {"command": command_of(given), "settings": settings, "llama_cpp": None, "cells": {}}
+    if given.output.is_file() and not given.overwrite:
+        earlier = json.loads(given.output.read_text(encoding="utf-8"))
+        found = earlier.get("settings", {})
+        if other := sorted(name for name in settings.keys() | found if settings.get(name) != found.get(name)):
+            raise FileExistsError(
+                f"{given.output} has measurements of other settings: {other[0]}={found.get(other[0])!r}, now "
+                f"{settings.get(other[0])!r}. Name another file, or give --overwrite."
+            )
+        figures |= {"llama_cpp": earlier["llama_cpp"], "cells": earlier["cells"]}
+    return figures | {"skipped": given.skipped}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of_arguments()
     given = checked(parser, arguments)
     torch.set_num_threads(given.threads)
-    settings = {"weights": identity(given.teacher)} | {name: getattr(given, name) for name in SETTINGS}
-    settings |= {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
-        store = Store(given.store, settings, given.overwrite)
+        measurement = Measurement(given, figures_of(given))
     except FileExistsError as error:
-        parser.error(f"--store: {error}")
-    measurement = Measurement(given, store)
+        parser.error(f"--output: {error}")
     for name, why in measurement.skipped.items():
         print(f"skipped: {name}: {why}", flush=True)
     measurement.run()
-    text = to_json(figures_of(measurement))
-    for place in (store.folder / "figures.json", given.output):
-        if place is not None:
-            place.write_text(text, encoding="utf-8")
+    measurement.write()
     if measurement.failed:
         sys.exit("\n".join(["failed:", *measurement.failed]))
     if left := measurement.left():
-        print(f"not measured yet: {len(left)}, first {left[0]}; the same command goes on with them.")
+        print(f"not measured yet: {len(left)}, first {named(*left[0])}; the same command goes on with them.")
 
 
 if __name__ == "__main__":

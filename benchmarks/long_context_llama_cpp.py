@@ -18,8 +18,7 @@ from typing import Any
 
 import llama_cpp
 
-from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.rounds import reading, timed, writing
+from benchmarks.rounds import forget_peak, peak_bytes, reading, resident_bytes, timed, writing
 
 CONVERTED = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16}
 PIECE = 512  # tokens that are read, and whose keys and values are then held again at later positions

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_hybrid_ssm
-from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.rounds import reading, timed, writing
+from benchmarks.rounds import forget_peak, peak_bytes, reading, resident_bytes, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.students.attention import OF_WINDOW

@@ -1,14 +1,30 @@
-"""Pictures that say one thing each, of figures that a table has whole."""
+"""Draws every picture of benchmarks/results from the figures beside it, without measuring anything.
 
+python benchmarks/pictures.py                 # all, and the checkpoints'; `benchmarks/run.py` does so at its end
+python benchmarks/pictures.py streaming ...   # some
+"""
+
+import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import compare
+import length_extrapolation
+import mqar
 import numpy as np
-from _lib.plotting import REFERENCE, measured_at, panels, style
+import per_token_loss
+import scaling_law
+from _lib.plotting import REFERENCE, measured_at, panels, perplexity_by_length, style, write_png
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from publish_checkpoint import write_sums
 
-from benchmarks.table_text import load
+from benchmarks.speed_tables import LONGHORN_AND_PEERS, by_kind
+from benchmarks.table_text import RESULTS, load
 from hf_hybrid_ssm.evaluation.intervals import wilson_interval
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import shared_answers
 
@@ -18,137 +34,82 @@ FAR = 1024
 TRAINED_TO = 8192  # tokens that SmolLM2 read at once in its training
 BYTES_OF_BFLOAT16 = 2
 INTERVAL = {"color": "#000000", "capsize": 2, "linewidth": 1.2}
-Rows = tuple[list[float], list[float], list[float]]
-"""Shares, and how far their intervals reach below and above."""
+CURVES = (
+    "the teacher, float32",
+    "the teacher, bfloat16",
+    "BST, windows of 256, float32",
+    "BST, windows of 256, bfloat16",
+    "Longhorn, six full layers, bfloat16",
+    "llama.cpp, Q4_1",
+    "llama.cpp, F16",
+)
+Share = tuple[float, tuple[float, float]]
+"""A share, and the ends of its interval."""
 
 
-def students() -> Figure:
-    """Needles that a teacher and its students find, beside the bytes of their caches."""
-    figures = load("upcycling_report")
-    models = {
-        f"{name}: {found['cache_bytes'][CACHE_LENGTH] / 2**20:,.0f} MiB": found["recall"]["recall_needle"]
-        for name, found in figures["models"].items()
-    }
-    rows: dict[str, Rows] = {}
-    for multiple in next(iter(models.values())):
-        tokens = figures["settings"]["window"] * int(multiple.removesuffix("x"))
-        cells = [found[multiple] for found in models.values()]
-        shares = [cell["right"] / cell["count"] for cell in cells]
-        lows = [share - cell["interval"][0] for share, cell in zip(shares, cells)]
-        highs = [cell["interval"][1] - share for share, cell in zip(shares, cells)]
-        rows[f"in {tokens:,} tokens"] = shares, lows, highs
-    figure, (axes,) = panels(
-        "What does a student recall, and what does its cache weigh?", height=1.4 + 0.45 * len(models)
-    )
-    grouped_bars(axes, list(models), rows)
-    _as_bars(axes, f"needles found (%); MiB of cache at {int(CACHE_LENGTH):,} tokens")
-    axes.set_xlim(0, 103)
-    return figure
-
-
-def kinds() -> Figure:
-    """Facts of kinds that nothing was chosen by that students find, of those that their teacher finds, and caches."""
-    found = {
-        f"{name}: {model['cache_bytes'][CACHE_LENGTH] / 2**20:,.0f} MiB": model["answers"]
-        for name, model in load("upcycling_kinds")["models"].items()
-    }
-    (teacher, own), *_ = found.items()
-    rows: dict[str, Rows] = {}
-    for length, its in own.items():
-        counts = [shared_answers(answers[length], its) for answers in found.values()]
-        shares = [right / count for right, count in counts]
-        bounds = [(0, 0) if name == teacher else wilson_interval(*each) for name, each in zip(found, counts)]
-        lows = [0 if name == teacher else share - low for name, share, (low, _) in zip(found, shares, bounds)]
-        highs = [0 if name == teacher else high - share for name, share, (_, high) in zip(found, shares, bounds)]
-        rows[f"in {int(length):,} tokens"] = shares, lows, highs
-    title = "What does a student recall that it was not chosen by?"
-    figure, (axes,) = panels(title, height=1.4 + 0.45 * len(found))
-    grouped_bars(axes, list(found), rows)
-    _as_bars(axes, f"of the facts that the teacher finds (%); MiB of cache at {int(CACHE_LENGTH):,} tokens")
-    axes.set_xlim(0, 103)
-    return figure
-
-
-def kept_layers() -> Figure:
-    """Needles by the bytes of the cache, a line for each way to choose the layers that keep full attention."""
-    models = load("upcycling_grid_256")["models"]
-    figure, (axes,) = panels("Which layers must keep full attention?")
-    for number, (way, label) in enumerate(
-        {"by recall": "by recall", "by kl": "by KL", "even": "evenly spaced"}.items()
-    ):
-        names = ["no layer", *(name for name in models if name.endswith(way))]
-        cells = [models[name]["recall"]["recall_needle"] for name in names]
-        needles = [next(iter(cell.values())) for cell in cells]
-        shares = np.array([100 * needle["right"] / needle["count"] for needle in needles])
-        bounds = 100 * np.array([needle["interval"] for needle in needles]).T
-        bars = np.abs(np.stack([shares - bounds[0], bounds[1] - shares]))
-        weights = [models[name]["cache_bytes"][CACHE_LENGTH] / 2**20 for name in names]
-        axes.errorbar(weights, shares, yerr=bars, label=label, capsize=2, **style(number))
-    axes.axhline(100, color=REFERENCE, linestyle=":", linewidth=1, label=f"teacher, {_teachers_mib(models):,.0f} MiB")
-    axes.set(xlabel=f"MiB of cache at {int(CACHE_LENGTH):,} tokens", ylabel="needles found (%)", ylim=(-3, 106))
-    return figure
-
-
-def loss_by_position() -> Figure:
-    """Loss of a teacher and its students by position, to beyond what the teacher was trained to read."""
-    figures = load("upcycling_positions")
-    figure, (axes,) = panels("How well is a long text predicted?")
-    for number, (name, found) in enumerate(figures["models"].items()):
-        losses = found["loss"]["mean"]
-        ends = [int(part.partition("-")[2]) for part in losses]
-        axes.plot(ends, list(losses.values()), label=name, **style(number))
-    axes.axvline(TRAINED_TO, color=REFERENCE, linestyle=":", linewidth=1, label="the teacher's training")
-    measured_at(axes, ends)
-    axes.set(xlabel="text up to this token, from the mark before", ylabel="loss (nats)")
-    return figure
-
-
-def _teachers_mib(models: dict) -> float:
-    return models["teacher"]["cache_bytes"][CACHE_LENGTH] / 2**20
-
-
-def upcycling_controls() -> Figure:
-    """Perplexity of students over that of a teacher of as many parameters that read as much."""
-    differences = load("upcycling_controls")["differences"]
-    names = {"half": "in half of the layers", "a quarter": "in a quarter", "no attention": "in none"}
-    figure, (axes,) = panels("How far behind is a student?", height=2.4)
-    means = np.array([differences[name]["mean"] for name in names])
-    halves = np.array([differences[name]["half_width_of_95_percent"] for name in names])
-    percent = 100 * (np.exp(means) - 1)
-    bars = 100 * np.stack([np.exp(means) - np.exp(means - halves), np.exp(means + halves) - np.exp(means)])
-    drawn = axes.barh(list(names.values()), percent, xerr=bars, color=style(0)["color"], error_kw=INTERVAL)
-    axes.bar_label(drawn, labels=[f"{value:.1f} %" for value in percent], fontsize=8, padding=4)
-    _as_bars(axes, "perplexity over the teacher's (%), by where attention is kept")
-    return figure
-
-
-def first_token(name: str) -> Figure:
-    """Right answers where training asked, and eight times as far; a model a line."""
-    figures = load(name)
-    inside = str(max(at for at in figures["settings"]["distances"] if at < figures["settings"]["length"]))
-    models = figures["models"]
-    rows: dict[str, Rows] = {}
-    for distance, asked in ((inside, ", as in training"), (str(FAR), "")):
-        shares = [found["accuracy"][distance] for found in models.values()]
-        halves = [found["half_width_of_95_percent"][distance] or 0.0 for found in models.values()]
-        rows[f"{int(distance):,} tokens later{asked}"] = shares, halves, halves
-    figure, (axes,) = panels("Which models still know the first token?", height=4.4)
-    grouped_bars(axes, list(models), rows)
-    axes.axvline(100 / figures["settings"]["answers"], color=REFERENCE, linestyle=":", linewidth=1, label="guessing")
-    _as_bars(axes, "right answers (%)")
-    axes.set_xlim(0, 103)
-    return figure
-
-
-def grouped_bars(axes: Axes, names: list[str], rows: dict[str, Rows]) -> None:
-    """Bars of shares in percent with their intervals: a group for each name, in it a bar for each of the rows."""
+def bars(
+    title: str, rows: dict[str, dict[str, Share]], label: str, height: float | None = None
+) -> tuple[Figure, Axes]:
+    """Shares in percent with their intervals: what each row of bars is → name → share; a group for each name."""
+    names = list(next(iter(rows.values())))
+    figure, (axes,) = panels(title, height=height or 1.4 + 0.45 * len(names))
     axes.yaxis.update_units(names)
-    height = 0.8 / len(rows)
-    for number, (label, (shares, lows, highs)) in enumerate(rows.items()):
-        places = np.arange(len(names)) + height * (number - (len(rows) - 1) / 2)
-        percent = 100 * np.array(shares)
-        bars = np.stack([np.clip(100 * np.array(lows), 0, percent), np.clip(100 * np.array(highs), 0, 100 - percent)])
-        axes.barh(places, percent, height, xerr=bars, color=style(number)["color"], error_kw=INTERVAL, label=label)
+    thickness = 0.8 / len(rows)
+    for number, (row, shares) in enumerate(rows.items()):
+        places = np.arange(len(names)) + thickness * (number - (len(rows) - 1) / 2)
+        percent = 100 * np.array([share for share, _ in shares.values()])
+        ends = np.clip(100 * np.array([interval for _, interval in shares.values()]).T, 0, 100)
+        errors = np.abs(ends - percent)
+        axes.barh(places, percent, thickness, xerr=errors, color=style(number)["color"], error_kw=INTERVAL, label=row)
+    _across(axes, label)
+    axes.set_xlim(0, 103)
+    return figure, axes
+
+
+def _across(axes: Axes, label: str) -> None:
+    axes.grid(visible=False, axis="y")
+    axes.invert_yaxis()
+    axes.margins(x=0.16)
+    axes.set_xlabel(label)
+
+
+def _mebibytes(found: dict) -> float:
+    return found["cache_bytes"][CACHE_LENGTH] / 2**20
+
+
+def _with_cache(models: dict) -> dict[str, dict]:
+    """Models by their name and what their caches weigh."""
+    return {f"{name}: {_mebibytes(found):,.0f} MiB": found for name, found in models.items()}
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def training() -> Figure:
+    """Tokens/s of a training step of Longhorn and its peers."""
+    step = load("longhorn_training")["training_step"]
+    speeds = {LONGHORN_AND_PEERS[name].replace("`", ""): speed for name, speed in step["tokens_per_second"].items()}
+    figure, (axes,) = panels("How fast does Longhorn train next to its peers?", height=2.4)
+    drawn = axes.barh(list(speeds), list(speeds.values()), color=[style(n > 1)["color"] for n in range(len(speeds))])
+    axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=3)
+    _across(axes, f"tokens per second, training step, L = {step['length']}, two threads")
+    return figure
+
+
+def long_context() -> Figure:
+    """Time to write a token and to read a prompt, of few of the forms that the table has."""
+    figure, row = panels("What does a long text cost on a CPU?", 2)
+    for axes, kind, what in zip(row, ("write", "read"), ("milliseconds_per_token", "seconds")):
+        found = by_kind(load("long_context"), kind)
+        shown = [name for name in CURVES if name in found]
+        for name in shown:
+            times = {int(length): cell[what] for length, cell in found[name].items()}
+            axes.plot(list(times), list(times.values()), label=name, **style(CURVES.index(name)))
+        measured_at(axes, [int(length) for name in shown for length in found[name]])
+        axes.set(yscale="log", xlabel="tokens")
+    row[0].set(xlabel="tokens before", ylabel="writing a token (ms)")
+    row[1].set(xlabel="tokens of the prompt", ylabel="reading it (s)")
+    return figure
 
 
 def llama_cache_megabytes(tokens: float) -> float:
@@ -172,8 +133,158 @@ def streaming() -> Figure:
     return figure
 
 
-def _as_bars(axes: Axes, label: str) -> None:
-    axes.grid(visible=False, axis="y")
-    axes.invert_yaxis()
-    axes.margins(x=0.16)
-    axes.set_xlabel(label)
+# -- models and students ----------------------------------------------------------------------------------------------
+
+
+def first_token(name: str) -> Figure:
+    """Right answers where training asked, and eight times as far; a model a line."""
+    figures = load(name)
+    inside = str(max(at for at in figures["settings"]["distances"] if at < figures["settings"]["length"]))
+    rows: dict[str, dict[str, Share]] = {}
+    for distance, asked in ((inside, ", as in training"), (str(FAR), "")):
+        shares = rows[f"{int(distance):,} tokens later{asked}"] = {}
+        for model, found in figures["models"].items():
+            share, half = found["accuracy"][distance], found["half_width_of_95_percent"][distance] or 0.0
+            shares[model] = share, (share - half, share + half)
+    figure, axes = bars("Which models still know the first token?", rows, "right answers (%)", height=4.4)
+    axes.axvline(100 / figures["settings"]["answers"], color=REFERENCE, linestyle=":", linewidth=1, label="guessing")
+    return figure
+
+
+def students() -> Figure:
+    """Needles that a teacher and its students find, beside the bytes of their caches."""
+    figures = load("upcycling_report")
+    needles = {name: found["recall"]["recall_needle"] for name, found in _with_cache(figures["models"]).items()}
+    rows = {}
+    for multiple in next(iter(needles.values())):
+        tokens = figures["settings"]["window"] * int(multiple.removesuffix("x"))
+        cells = {name: found[multiple] for name, found in needles.items()}
+        rows[f"in {tokens:,} tokens"] = {
+            name: (cell["right"] / cell["count"], cell["interval"]) for name, cell in cells.items()
+        }
+    label = f"needles found (%); MiB of cache at {int(CACHE_LENGTH):,} tokens"
+    return bars("What does a student recall, and what does its cache weigh?", rows, label)[0]
+
+
+def kinds() -> Figure:
+    """Facts of kinds that nothing was chosen by that students find, of those that their teacher finds, and caches."""
+    models = _with_cache(load("upcycling_kinds")["models"])
+    teacher, *_ = models
+    rows: dict[str, dict[str, Share]] = {}
+    for length, its in models[teacher]["answers"].items():
+        shares = rows[f"in {int(length):,} tokens"] = {}
+        for name, found in models.items():
+            right, count = shared_answers(found["answers"][length], its)
+            shares[name] = right / count, (1.0, 1.0) if name == teacher else wilson_interval(right, count)
+    label = f"of the facts that the teacher finds (%); MiB of cache at {int(CACHE_LENGTH):,} tokens"
+    return bars("What does a student recall that it was not chosen by?", rows, label)[0]
+
+
+def kept_layers() -> Figure:
+    """Needles by the bytes of the cache, a line for each way to choose the layers that keep full attention."""
+    models = load("upcycling_grid_256")["models"]
+    figure, (axes,) = panels("Which layers must keep full attention?")
+    ways = {"by recall": "by recall", "by kl": "by KL", "even": "evenly spaced"}
+    for number, (way, label) in enumerate(ways.items()):
+        found = [models[name] for name in ("no layer", *(name for name in models if name.endswith(way)))]
+        needles = [next(iter(each["recall"]["recall_needle"].values())) for each in found]
+        shares = np.array([100 * needle["right"] / needle["count"] for needle in needles])
+        errors = np.abs(100 * np.array([needle["interval"] for needle in needles]).T - shares)
+        axes.errorbar([*map(_mebibytes, found)], shares, yerr=errors, label=label, capsize=2, **style(number))
+    label = f"teacher, {_mebibytes(models['teacher']):,.0f} MiB"
+    axes.axhline(100, color=REFERENCE, linestyle=":", linewidth=1, label=label)
+    axes.set(xlabel=f"MiB of cache at {int(CACHE_LENGTH):,} tokens", ylabel="needles found (%)", ylim=(-3, 106))
+    return figure
+
+
+def loss_by_position() -> Figure:
+    """Loss of a teacher and its students by position, to beyond what the teacher was trained to read."""
+    figure, (axes,) = panels("How well is a long text predicted?")
+    for number, (name, found) in enumerate(load("upcycling_positions")["models"].items()):
+        losses = found["loss"]["mean"]
+        ends = [int(part.partition("-")[2]) for part in losses]
+        axes.plot(ends, list(losses.values()), label=name, **style(number))
+    axes.axvline(TRAINED_TO, color=REFERENCE, linestyle=":", linewidth=1, label="the teacher's training")
+    measured_at(axes, ends)
+    axes.set(xlabel="text up to this token, from the mark before", ylabel="loss (nats)")
+    return figure
+
+
+def upcycling_controls() -> Figure:
+    """Perplexity of students over that of a teacher of as many parameters that read as much."""
+    differences = load("upcycling_controls")["differences"]
+    names = {"half": "in half of the layers", "a quarter": "in a quarter", "no attention": "in none"}
+    figure, (axes,) = panels("How far behind is a student?", height=2.4)
+    means = np.array([differences[name]["mean"] for name in names])
+    halves = np.array([differences[name]["half_width_of_95_percent"] for name in names])
+    percent = 100 * (np.exp(means) - 1)
+    errors = 100 * np.stack([np.exp(means) - np.exp(means - halves), np.exp(means + halves) - np.exp(means)])
+    drawn = axes.barh(list(names.values()), percent, xerr=errors, color=style(0)["color"], error_kw=INTERVAL)
+    axes.bar_label(drawn, labels=[f"{value:.1f} %" for value in percent], fontsize=8, padding=4)
+    _across(axes, "perplexity over the teacher's (%), by where attention is kept")
+    return figure
+
+
+def draw_checkpoint(name: str) -> Figure:
+    """Perplexity by length of a committed language model beside Llama's, on the scale of all of them."""
+    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(CHECKPOINTS.glob("*/results.json"))}
+    curves = {
+        model: [{"length": int(n), "perplexity": value} for n, value in each["perplexity_by_length"].items()]
+        for model, each in found.items()
+        if "perplexity_by_length" in each
+    }
+    values = [point["perplexity"] for points in curves.values() for point in points]
+    shown = {model: curves[model] for model in dict.fromkeys((name, "llama-books"))}
+    first, last = curves[name][0], curves[name][-1]
+    finding = f"From {first['length']:,} to {last['length']:,} tokens {name} goes from perplexity "
+    finding += f"{first['perplexity']:.1f} to {last['perplexity']:.1f}"
+    size = f"{found[name]['parameters'] / 1e6:.1f} million parameters"
+    figure = perplexity_by_length(f"{finding}\n{size}", shown, first["length"])
+    figure.axes[0].set_ylim(0.95 * min(values), 1.05 * max(values))
+    return figure
+
+
+SOURCES = {"training": "longhorn_training"}  # of the others the name
+FIGURES = {
+    "training": training,
+    "long_context": long_context,
+    "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
+    "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
+    "checkpoints_length": lambda: length_extrapolation.draw(load("checkpoints_length")),
+    "families_books": lambda: compare.draw(load("families_books")["models"]),
+    "families_length": lambda: length_extrapolation.draw(load("families_length")),
+    "first_token_recall": lambda: first_token("first_token_recall"),
+    "first_token_noise": lambda: first_token("first_token_noise"),
+    "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
+    "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
+    "scaling_law_5m": lambda: scaling_law.draw(load("scaling_law_5m")["families"]),
+    "streaming": streaming,
+    "upcycling_controls": upcycling_controls,
+    "upcycling_grid_256": kept_layers,
+    "upcycling_kinds": kinds,
+    "upcycling_positions": loss_by_position,
+    "upcycling_report": students,
+}
+
+
+def drawn() -> list[str]:
+    """All pictures but those whose figures were not measured yet."""
+    return [name for name in FIGURES if (RESULTS / f"{SOURCES.get(name, name)}.json").is_file()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(FIGURES)}")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(FIGURES)):
+        parser.error(f"{unknown} are not among {list(FIGURES)}")
+    for name in arguments.names or drawn():
+        write_png(FIGURES[name](), RESULTS / f"{name}.png")
+    if not arguments.names:
+        for path in sorted(CHECKPOINTS.glob("*/extrapolation.png")):
+            write_png(draw_checkpoint(path.parent.name), path)
+            write_sums(path.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,15 @@
-"""Rounds of one thing, as long as there is time. It needs no torch: another program's Python imports it too."""
+"""Rounds of one thing as long as there is time, and memory of this process as Linux counts it, in bytes.
+
+It needs no torch: another program's Python imports it too.
+"""
 
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+STATUS, MARKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def timed(run: Callable[[], None], request: dict[str, Any]) -> list[float]:
@@ -33,3 +39,22 @@ def reading(rounds: list[float], length: int) -> dict[str, Any]:
         "tokens_per_second": round(length / seconds, 1),
         "rounds": [round(each, 4) for each in rounds],
     }
+
+
+def resident_bytes() -> int:
+    """What lies in memory now, files mapped into it included."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that has been resident since the start, or since `forget_peak`."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> None:
+    MARKS.write_text("5", encoding="utf-8")
+
+
+def _status(name: str) -> int:
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))

@@ -62,7 +62,7 @@ def main() -> None:
             failed.append(name)
         print(f"== {name}: {time.perf_counter() - begin:.0f} s", flush=True)
     if not arguments.list and arguments.device == "cpu":
-        for script in ("tables.py", "plots.py"):
+        for script in ("tables.py", "pictures.py"):
             subprocess.run([sys.executable, FOLDER / script], check=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -14,12 +14,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.nn.functional as F
-from timing import write_results
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from benchmarks.rounds import resident_bytes
+from benchmarks.timing import write_results
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 FAMILIES = {
@@ -29,11 +32,6 @@ FAMILIES = {
     | {"ssm_layers": [1], "initializer_range": 0.1},
     "lmu_isa": {"lmu_order": 32, "lmu_theta": 64.0, "post_intermediate_size": 128, "num_attention_heads": 4},
 }
-
-
-def resident_megabytes() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def stream(model: PreTrainedModel, tokens: torch.Tensor, piece: int) -> Iterator[tuple[float, float]]:
@@ -47,7 +45,7 @@ def stream(model: PreTrainedModel, tokens: torch.Tensor, piece: int) -> Iterator
             targets = ids[1:] if last is None else ids
             loss = F.cross_entropy(before[:-1].float(), targets).item()
             last = logits[-1:].clone()
-            yield loss, resident_megabytes()
+            yield loss, resident_bytes() / 2**20
 
 
 def read(model: PreTrainedModel, tokens: torch.Tensor, piece: int, report_every: int) -> dict:
@@ -98,7 +96,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **fields))
         figures[f"{name}, random"] = read(model, torch.randint(0, 256, (count // 5,)), arguments.piece, every)
     write_results("streaming", {"stretch": every, "models": figures})
-    subprocess.run([sys.executable, Path(__file__).with_name("plots.py"), "streaming"], check=True)
+    subprocess.run([sys.executable, Path(__file__).with_name("pictures.py"), "streaming"], check=True)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,10 @@ CONTENTS = {
     "docs/sharing": {"": ["onnx"]},
     "docs/upcycling": {"": ["upcycling_tables"]},
     "docs/experiments": {
-        "": ["experiments_tables", "experiments_methods", "performance", "reproducing", "/checkpoints/README"]
+        "": [
+            *("experiments_tables", "experiments_methods", "performance", "long", "reproducing"),
+            "/checkpoints/README",
+        ]
     },
     "docs/quality": {"": ["/reports/*"]},
     "docs/extending": {

@@ -1,7 +1,6 @@
-"""`benchmarks/long_context.py` on a tiny teacher: every model and form, the store, table and picture, refusals."""
+"""`benchmarks/long_context.py` on a tiny teacher: every model and form, resuming, refusals."""
 
 import json
-import mmap
 import os
 import re
 from functools import cache
@@ -9,18 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from _lib.plotting import finish
 from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import long_context, long_context_torch, plots
+from benchmarks import long_context, long_context_torch
 from benchmarks.long_context_models import STUDENTS, TEACHER, make_folders, student_of
-from benchmarks.long_context_store import Cell, Store
-from benchmarks.long_context_table import ahead_from
-from benchmarks.long_context_table import long_context as table
-from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.rounds import timed
+from benchmarks.speed_tables import long_context as table
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from tests.recipes.test_plotting import check
 from tests.upcycle.teacher_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
@@ -51,14 +44,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(folder, tmp_path_factory):
-    """Arguments of a whole run with one student in its own processes, and the figures that it wrote."""
-    out = tmp_path_factory.mktemp("measured")
+def work(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_context, "WORK", tmp_path_factory.mktemp("work"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(folder, tmp_path_factory, work):
+    """Arguments of a whole run with one student in its own processes, and the file that it wrote."""
+    output = tmp_path_factory.mktemp("measured") / "figures.json"
     arguments = [str(folder), "--models", "bst-256", "--forms", "bfloat16", "--lengths", "24", "16", *OPTIONS]
     arguments += ["--kinds", "write"]  # one process: importing torch takes longer than all that it measures
-    arguments += ["--store", str(out / "store"), "--output", str(out / "figures.json")]
+    arguments += ["--output", str(output)]
     long_context.main(arguments)
-    return arguments, json.loads((out / "figures.json").read_text(encoding="utf-8"))
+    return arguments, output
 
 
 def held(layer):
@@ -114,7 +114,8 @@ def test_every_model_is_timed_in_every_form(form, folder, tmp_path_factory):
 
 
 def test_a_run_gives_every_cell_and_says_what_was_measured(measured):
-    arguments, figures = measured
+    arguments, output = measured
+    figures = json.loads(output.read_text(encoding="utf-8"))
     cells = figures["cells"]["bst-256"]["bfloat16"]
     assert {kind: list(found) for kind, found in cells.items()} == {"write": ["16", "24"]}
     assert all(cell["commit"] == figures["commit"] for cell in cells["write"].values())
@@ -125,8 +126,8 @@ def test_a_run_gives_every_cell_and_says_what_was_measured(measured):
     assert "| BST, windows of 256, bfloat16 |" in table(figures)
 
 
-def test_a_run_goes_on_where_it_was_stopped(measured, monkeypatch, capsys):
-    arguments, _ = measured
+def test_a_run_goes_on_where_it_was_stopped_and_with_the_same_settings_alone(measured, monkeypatch, capsys):
+    arguments, output = measured
     started = []
 
     def start(self, model, request, errors=None):
@@ -136,19 +137,22 @@ def test_a_run_goes_on_where_it_was_stopped(measured, monkeypatch, capsys):
     monkeypatch.setattr(long_context.Measurement, "_start", start)
     long_context.main(arguments)
     assert not started
-    store = long_context.Path(arguments[arguments.index("--store") + 1])
-    lost = store / "cells" / "write-bst-256-bfloat16-24.json"
-    text = lost.read_text(encoding="utf-8")
-    lost.unlink()
+    text = output.read_text(encoding="utf-8")
+    figures = json.loads(text)
+    del figures["cells"]["bst-256"]["bfloat16"]["write"]["24"]
     try:
+        output.write_text(json.dumps(figures), encoding="utf-8")
         with pytest.raises(KeyboardInterrupt):
             long_context.main(arguments)
     finally:
-        lost.write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     assert started == [("bst-256", "write", [24])]
     long_context.main([*arguments, "--lengths", "16", "24", "32", "--minutes", "1e-9"])  # no time for what is lacking
     assert "not measured yet: 1, first bst-256, bfloat16, write at 32 tokens" in capsys.readouterr().out
-    assert len(started) == 1
+    with pytest.raises(SystemExit):
+        long_context.main([*arguments, "--rounds", "2"])
+    assert "other settings: rounds=1, now 2. Name another file" in capsys.readouterr().err
+    assert len(started) == 1 and json.loads(output.read_text())["cells"] == json.loads(text)["cells"]
 
 
 def test_a_process_that_ends_badly_is_named(measured, monkeypatch):
@@ -189,7 +193,7 @@ def test_arguments_are_refused(arguments, message, capsys):
         (long_context.sys.executable, r"No module named 'llama_cpp'"),
     ],
 )
-def test_without_llama_cpp_the_rest_is_measured_unless_it_was_asked_for(python, message, tmp_path, capsys):
+def test_without_llama_cpp_the_rest_is_measured_unless_it_was_asked_for(python, message, tmp_path, capsys, work):
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")
     assert re.search(message, long_context.without_llama_cpp(str(file), python))
@@ -204,96 +208,11 @@ def test_without_llama_cpp_the_rest_is_measured_unless_it_was_asked_for(python, 
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_store_keeps_to_its_settings(tmp_path):
-    cell = Cell("write", TEACHER, "float32", 512)
-    store = Store(tmp_path / "a", {"threads": 1}, overwrite=False)
-    store.record(cell, {"milliseconds_per_token": 1.0})
-    assert list(Store(tmp_path / "a", {"threads": 1}, overwrite=False).cells()) == [cell]
-    with pytest.raises(FileExistsError, match=r"other settings: threads=1, now 2\. Name another folder"):
-        Store(tmp_path / "a", {"threads": 2}, overwrite=False)
-    assert not Store(tmp_path / "a", {"threads": 2}, overwrite=True).cells()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "letter.txt").write_text("keep me", encoding="utf-8")
-    for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match="holds something else"):
-            Store(tmp_path / "b", {}, overwrite)
-    assert (tmp_path / "b" / "letter.txt").is_file()
-
-
-def written(times):
-    memory = {"resident_bytes": 2**30, "cache_bytes": 2**20}
-    write = {f"{length}": {"milliseconds_per_token": ms, **memory} for length, ms in times.items()}
-    read = {f"{length}": {"seconds": ms, "tokens_per_second": length / ms} for length, ms in times.items()}
-    return {"write": write, "read": read}
-
-
-FIGURES = {
-    "teacher": {"name": "T.gguf", "num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152,
-                "max_position_embeddings": 8192},
-    "llama_cpp": {"version": "0.3.36", "model": "llama 256M Q4_1", "system": ""},
-    "skipped": {"llama.cpp, F16": "llama_model_quantize to F16 returned 1."},
-    "cells": {
-        "teacher": {"float32": written({512: 70.0, 4096: 110.0, 8192: 200.0})},
-        "bst-256": {"float32": written({512: 80.0, 4096: 80.0, 8192: 80.0}),
-                    "bfloat16": written({512: 40.0, 4096: 40.0, 8192: 40.0})},
-        "llama.cpp": {"as given": written({512: 20.0, 4096: 30.0, 8192: 50.0})},
-    },
-}  # fmt: skip
-
-
-def test_the_page_says_from_which_length_on_a_student_is_ahead():
-    text = table(FIGURES)
-    assert "| BST, windows of 256, bfloat16 | 40.0 | 40.0 | 40.0 |" in text
-    assert (
-        "- llama.cpp, Q4_1, at 512 tokens: 2.0 times as fast as the fastest student. Ahead of it from 8,192 tokens on "
-        "BST, windows of 256, bfloat16; at none BST, windows of 256, float32." in text
-    )
-    assert (
-        "- float32, at 8,192 tokens, times as fast as the teacher in transformers: BST, windows of 256 2.5x." in text
-    )
-    assert "The teacher ends at 8,192 positions" in text
-    assert "Not measured: llama.cpp, F16, because llama_model_quantize" in text
-
-
-@pytest.mark.parametrize(
-    "ours, expected",
-    [([1, 1, 1], 512), ([3, 1, 1], 1024), ([1, 3, 1], 2048), ([3, 3, 3], None), ([2, 2, 2], None)],
-)
-def test_ahead_is_who_stays_ahead(ours, expected):
-    lengths = (512, 1024, 2048)
-    assert ahead_from(dict(zip(lengths, ours)), dict.fromkeys((*lengths, 4096), 2)) == expected
-
-
-def test_the_picture_is_readable(monkeypatch):
-    monkeypatch.setattr(plots, "load", lambda name: FIGURES)
-    figure = plots.long_context()
-    finish(figure)
-    check(figure)
-
-
-def test_rounds_end_with_the_time(monkeypatch):
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: next(clock))
-    assert timed(lambda: None, {"rounds": 5, "seconds": 25}) == [10, 10, 10]
-    assert timed(lambda: None, {"rounds": 2, "seconds": 25}) == [10, 10]
-    assert timed(lambda: None, {"rounds": 5, "seconds": 1e-9}) == [10]
-
-
-def test_memory_is_that_of_this_process():
-    """In pages of its own: what earlier tests have freed may still be the process's, and be given again."""
-    before = resident_bytes()
-    forget_peak()
-    with mmap.mmap(-1, 2**26) as block:
-        block.write(bytes(2**26))
-        assert resident_bytes() - before > 2**25
-    assert peak_bytes() - before > 2**25
-
-
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason=f"${long_context.LLAMA_PYTHON} names no Python with llama-cpp-python")
-def test_llama_cpp_reads_the_file_in_three_forms(tmp_path):
+def test_llama_cpp_reads_the_file_in_three_forms(tmp_path, work):
     file = write_gguf(tmp_path / "tiny.gguf", quantized=True)
     arguments = [str(file), "--models", "llama.cpp", "--lengths", "256", "1100", "--llama-python", LLAMA_PYTHON]
-    arguments += ["--store", str(tmp_path / "store"), "--output", str(tmp_path / "figures.json"), *OPTIONS]
+    arguments += ["--output", str(tmp_path / "figures.json"), *OPTIONS]
     long_context.main(arguments)
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     found = figures["cells"]["llama.cpp"]

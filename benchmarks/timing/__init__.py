@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 from _lib.provenance import COMMIT, provenance, to_json  # noqa: F401 - for others too
 
+from benchmarks.rounds import forget_peak, peak_bytes, resident_bytes
 from hf_hybrid_ssm.training.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -97,15 +99,10 @@ def peak_megabytes_of(run: Callable[[], Any], device: str = "cpu") -> float:
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - begin) / 2**20
     ctypes.CDLL(None).malloc_trim(0)  # what was kept of earlier runs is no use of this one
-    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark again
-    before = _status("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     run()
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return (peak_bytes() - before) / 2**20
 
 
 def write_results(name: str, figures: dict[str, Any], device: str = "cpu") -> None:

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 from PIL import Image
 
-from benchmarks.plots import FIGURES, RESULTS, draw_checkpoint, drawn
+from benchmarks.pictures import FIGURES, RESULTS, draw_checkpoint, drawn
 
 SLACK = 0.5  # pixels
 

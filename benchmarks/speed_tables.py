@@ -1,0 +1,319 @@
+"""Tables of time and memory, each from the figures of one file of results."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.table_text import markdown_table, mebibytes, rows_of
+
+Figures = dict[str, Any]
+GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
+LONGHORN_AND_PEERS = {
+    "longhorn native": "Longhorn, C kernel (default)",
+    "longhorn torch": "Longhorn, plain torch",
+    "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
+    "mamba eager": "Mamba of transformers, eager",
+    "llama": "Llama of transformers",
+}
+CONTEXT_MODELS = {
+    "teacher": "the teacher",
+    "bst-256": "BST, windows of 256",
+    "bst-512": "BST, windows of 512",
+    "longhorn": "Longhorn, six full layers",
+    "windows": "Windows of 256, six full layers",
+    "windows-alone": "Windows of 256 alone",
+    "groups": "Windows of 256, nine full groups",
+    "llama.cpp": "llama.cpp",
+}
+
+
+def _size(shape: Figures, longhorn: str = "") -> str:
+    """`timing.models` gives Longhorn twice the layers of the same width, and so as many weights."""
+    depth, width, words = (shape[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    return f"{depth} layers of width {width}{longhorn.format(2 * depth)}, vocabulary {words:,}"
+
+
+def _transformer_size(shape: Figures) -> str:
+    return _size(shape, " (Longhorn {})")
+
+
+def longhorn_training(figures: Figures) -> str:
+    step = figures["training_step"]
+    rows = [
+        [label, f"{step['tokens_per_second'][name]:,}", f"{step['longhorn_native_times_as_fast'][name]:.1f}x"]
+        for name, label in LONGHORN_AND_PEERS.items()
+    ]
+    head = [f"{_size(figures['shape'])}; training step, L = {step['length']}", "tokens / s", "Longhorn is faster by"]
+    memory = "; ".join(
+        f"at L = {length}, {peak['longhorn']:.0f} MB (Llama {peak['llama']:.0f} MB)"
+        for length, peak in figures["peak_megabytes_of_a_step"].items()
+    )
+    seconds = {int(length): value for length, value in figures["by_length"]["longhorn native"]["seconds"].items()}
+    first, last = GROWTH_FROM, max(seconds)
+    growth = math.log(seconds[last] / seconds[first]) / math.log(last / first)
+    return (
+        f"{markdown_table(head, rows)}\nFrom L = {first:,} to {last:,} time grows as L^{growth:.2f}; below, what a "
+        f"step costs at any length weighs more. Peak memory of a step: {memory}.\n"
+    )
+
+
+def training(figures: Figures) -> str:
+    step, longer = figures["against_llama"], figures["context_states"]
+    ratios = {"Llama": 1.0} | step["times_as_fast_as_llama"]
+    rows = [[name, f"{speed:,}", f"{ratios[name]:.2f}x"] for name, speed in step["tokens_per_second"].items()]
+    head = f"{_transformer_size(figures['shape'])}; training step, L = {step['length']}"
+    return (
+        f"{markdown_table([head, 'tokens / s', 'times as fast as Llama'], rows)}\nWith {longer['num_hidden_layers']} "
+        f"layers and {longer['length']:,} tokens BST SH takes {longer['sh_time_over_sliding']:.2f}x the time of the "
+        "same stack without context states.\n"
+    )
+
+
+def local_attention(figures: Figures) -> str:
+    against = {
+        "all keys under a mask": ("masked_full_attention", 1),
+        "local attention of LongT5": ("longt5_local_attention_two_sided", 1),
+        "the same, projections on both sides": ("longt5_local_attention_two_sided_with_projections", 2),
+    }
+    rows = [
+        [f"{label}, L = {length}", f"{ratio:.{digits}f}x"]
+        for label, (key, digits) in against.items()
+        for length, ratio in figures[f"times_as_fast_as_{key}"].items()
+    ]
+    table = markdown_table(["forward and backward against", "window attention is faster by"], rows)
+    return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
+
+
+def long_conv_counts(figures: Figures) -> str:
+    forms = figures["forms"]
+    costs = (f"{{{form}[flops]:,}} / {{{form}[bytes]}} / {{{form}[picoseconds]}}" for form in forms)
+    by_length = {f"{int(length):,}": found for length, found in figures["by_length"].items()}
+    rows = rows_of(by_length, *costs, "{choice[float32]}", "{choice[bfloat16]}")
+    return markdown_table(["taps", *forms, "choice, float32", "choice, bfloat16"], rows)
+
+
+def decoding(figures: Figures) -> str:
+    families, limited = figures["families"], figures["weights_limit"]
+    deep = "{num_hidden_layers} layers of width {hidden_size}"
+    rows: list[list[str]] = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
+    table = markdown_table([f"{deep.format(**figures['shape'])} (Longhorn too), one sequence", "ms / token"], rows)
+    ratios = families["time_over_llama"]
+    rows = [[name, f"{ms:.1f}", f"{ratios[name]:.2f}x"] for name, ms in families["milliseconds_per_token"].items()]
+    head = [f"{_transformer_size(families['shape'])}; one sequence", "ms / token", "time over Llama"]
+    return (
+        f"{table}\nLonghorn decodes at {figures['share_of_the_matrix_product_limit']:.0%} of the bare products' "
+        "speed.\n\n"
+        f"{markdown_table(head, rows)}\nShare of the matmul-only speed ({deep.format(**limited['shape'])}, Longhorn "
+        f"too): {', '.join(f'{name} {value:.0%}' for name, value in limited['share'].items())}.\n"
+    )
+
+
+def lmu_isa(figures: Figures) -> str:
+    step, rows = figures["training_step_at_1024"], figures["training_step_of_one_row"]
+    with_head = figures["training_step_of_one_row_of_1024_with_the_head"]
+    lines = [
+        [f"{name} form, {step['batch']} sequences of 1024", f"{speed:,}", f"{step['peak_megabytes'][name]:,.0f}"]
+        for name, speed in step["tokens_per_second"].items()
+    ]
+    table = markdown_table(["training step, the 1M row of table 3", "tokens / s", "peak MB"], lines)
+    ratios = ", ".join(f"{ratio}x at {length}" for length, ratio in rows["lmu_isa_times_as_fast_as_gpt2"].items())
+    return (
+        f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same "
+        f"width: {ratios}; with heads of {with_head['vocabulary']:,} words "
+        f"{with_head['lmu_isa_times_as_fast_as_gpt2']}x at 1024.\n"
+    )
+
+
+def longhorn_scan(figures: Figures) -> str:
+    forward, both, shape = figures["forward"], figures["forward_and_backward"], figures["shape"]
+    rows = [[name, f"{value:.1f}"] for name, value in forward["milliseconds"].items()]
+    rows.append(["Mamba of transformers, a layer's forward", f"{figures['mamba_layer_forward_milliseconds']:.0f}"])
+    head = "scan forward, width {width}, state {state}, L = {length}".format(**shape)
+    return (
+        f"{markdown_table([head, 'ms'], rows)}\nThe C kernel takes {forward['C_times_the_copy']:.1f}x the time of "
+        f"copying the bytes it must move, {forward['C_times_as_fast_as_torch']:.0f}x less than torch; with its "
+        f"backward {both['C_times_as_fast_as_torch']:.0f}x less. Forward and backward of the scan are "
+        f"{figures['share_of_the_block']['share']:.0%} of a layer's.\n"
+    )
+
+
+def cpu_kernels(figures: Figures) -> str:
+    """Milliseconds of native and torch on each instruction set, forward and with backward."""
+
+    def cells(found: Figures | None, name: str, kind: str) -> list[str]:
+        return ["not measured"] * 2 if found is None else [f"{found[name][kind][b]:.1f}" for b in ("native", "torch")]
+
+    levels = figures["milliseconds"]
+    rows = [
+        [f"{name}, {kind}", *(cell for found in levels.values() for cell in cells(found, name, kind))]
+        for name in figures["sizes"]
+        for kind in ("forward", "forward and backward")
+    ]
+    head = ["ms", *(f"{level}, {backend}" for level in levels for backend in ("C", "torch"))]
+    return f"{markdown_table(head, rows)}\n" + "".join(f"- `{n}`: {text}\n" for n, text in figures["sizes"].items())
+
+
+def bst_layer(figures: Figures) -> str:
+    columns = {
+        f"{kind}, L = {length}": speeds
+        for kind, found in figures["layer"].items()
+        for length, speeds in found["thousand_tokens_per_second"].items()
+    }
+    first = figures["layer"]["forward"]
+    length, names = next(iter(first["thousand_tokens_per_second"].items()))
+    rows = [[name, *(speeds[name] for speeds in columns.values())] for name in names]
+    return (
+        f"{markdown_table(['thousand tokens / s', *columns], rows)}\nAt L = {length}, forward, SH is "
+        f"{first[f'SH_times_as_fast_as_block_recurrent_at_{length}']}x as fast as a Block-Recurrent layer and "
+        f"takes {first[f'SH_times_the_time_of_sliding_attention_at_{length}']}x the time of sliding attention, MF "
+        f"{first[f'MF_times_the_time_of_SH_at_{length}']}x that of SH. bst-80m reads "
+        f"{figures['bst_80m']['prefill_tokens_per_second']} tokens/s and writes "
+        f"{figures['bst_80m']['decoding_tokens_per_second']}.\n"
+    )
+
+
+def spade_ssm_cost(figures: Figures) -> str:
+    stacks = {"without": "window attention alone", "with": "with a frozen S4", "full attention": "full attention"}
+    costs = (f"{{seconds[{stack}]:.2f}} s, {{peak_megabytes[{stack}]:,}} MB" for stack in stacks)
+    by_length = {f"{int(length):,}": found for length, found in figures["training_step"].items()}
+    rows = rows_of(by_length, *costs, "{added_percent:+} %")
+    head = ["four layers of width 768; training step, L", *stacks.values(), "S4 adds to the time"]
+    note = "A prompt of {tokens} tokens in pieces of {piece} takes {pieces_to_whole}x the time of one piece."
+    return f"{markdown_table(head, rows)}\n{note.format(**figures['prefill'])}\n"
+
+
+def weight_only(figures: Figures) -> str:
+    """Milliseconds and, of what is below bfloat16, the share of its time; below, the loss that rounding costs."""
+    times = figures["milliseconds_per_token"]
+    forms = list(next(iter(times.values())))
+    few_bits = forms[2:]
+    rows = [
+        [name, *(f"{found[f]:.1f}" for f in forms), *(f"{found[f] / found['bfloat16']:.2f}" for f in few_bits)]
+        for name, found in times.items()
+    ]
+    head = [f"{_transformer_size(figures['shape'])}; ms / token", *forms, *(f"{f} over bfloat16" for f in few_bits)]
+    lost = [
+        [name, f"{found['float32']:.3f}", *(f"{found[form] - found['float32']:+.4f}" for form in forms[1:])]
+        for name, found in figures["loss"].items()
+    ]
+    return f"{markdown_table(head, rows)}\n{markdown_table(['held-out loss, nats per token', *forms], lost)}"
+
+
+def half_prompts(figures: Figures) -> str:
+    """Of every model and form: seconds, megabytes that the prompt takes, distance to float64."""
+    forms = list(next(iter(figures["models"].values())))
+    costs = (f"{{{f}[seconds]:.2f}} / {{{f}[megabytes]:,}} / {{{f}[error]:.1e}}" for f in forms)
+    faster = lambda found: f"{found['bfloat16']['seconds'] / found['products in float32']['seconds']:.1f}x"  # noqa: E731
+    head = f"{_transformer_size(figures['shape'])}; {figures['length']:,} tokens: s / MB / error of the logits"
+    return markdown_table([head, *forms, "faster by"], rows_of(figures["models"], *costs, faster))
+
+
+def start_up(figures: Figures) -> str:
+    forwards, largest = figures["first forward"], figures["largest preset"]
+    names = [name.replace("first, nothing", "first, no kernel") for name in next(iter(forwards.values()))]
+    table = markdown_table(["seconds of a forward", *names], [[n, *found.values()] for n, found in forwards.items()])
+    notes = [f"{name} {found['seconds']} s" for name, found in figures["on top of torch and transformers"].items()]
+    loaded = " and ".join(f"{which} {value} s" for which, value in largest["seconds"].items())
+    return (
+        f"{table}\nOn top of torch and transformers: {', '.join(notes)}. {largest['preset']} "
+        f"({largest['megabytes']:,} MB): {loaded}.\n"
+    )
+
+
+# -- long texts -------------------------------------------------------------------------------------------------------
+
+
+def by_kind(figures: Figures, kind: str) -> dict[str, dict[str, Figures]]:
+    """Of what was written or read: the name of model and form on pages → tokens → what was found."""
+    given = (figures["llama_cpp"] or {"model": "as given"})["model"].split(" - ")[0].split()[-1]  # "llama 135M Q4_1"
+    return {
+        f"{CONTEXT_MODELS[model]}, {given if form == 'as given' else form}": kinds[kind]
+        for model, forms in figures["cells"].items()
+        for form, kinds in forms.items()
+        if kind in kinds
+    }
+
+
+def _by_length(figures: Figures, kind: str, head: str, show: Callable[[Figures], str]) -> str:
+    found = by_kind(figures, kind)
+    lengths = sorted({length for cells in found.values() for length in cells}, key=int)
+    rows = [[label, *(show(cells[n]) if n in cells else "" for n in lengths)] for label, cells in found.items()]
+    return markdown_table([head, *(f"{int(length):,}" for length in lengths)], rows) if found else ""
+
+
+def long_context_groups(figures: Figures) -> str:
+    """Times of a token alone."""
+    head = "written, ms a token after so many"
+    return _by_length(figures, "write", head, lambda cell: f"{cell['milliseconds_per_token']:.1f}")
+
+
+def long_context_longest(figures: Figures) -> str:
+    """Times of a token and of a prompt, and memory, of what was measured."""
+    read = _by_length(
+        figures,
+        "read",
+        "read, seconds (tokens a second)",
+        lambda cell: f"{cell['seconds']:.1f} ({cell['tokens_per_second']:,.0f})",
+    )
+    memory = _by_length(
+        figures,
+        "write",
+        "resident memory (of it the cache), MiB",
+        lambda cell: f"{mebibytes(cell['resident_bytes'])} ({mebibytes(cell['cache_bytes'], 1)})",
+    )
+    return "\n".join(part for part in (long_context_groups(figures), read, memory) if part)
+
+
+def long_context(figures: Figures) -> str:
+    """With the picture, and what the models are."""
+    shape, program = figures["teacher"], figures["llama_cpp"]
+    notes = [
+        f"{shape['name']}: {_size(shape)}. The teacher ends at {shape['max_position_embeddings']:,} positions: "
+        "beyond it runs, and only its times mean something. 8 and 4 bits are `LowBitConfig` over bfloat16."
+        + (f" llama.cpp is that of llama-cpp-python {program['version']}, with its defaults." if program else ""),
+        *(f"Not measured: {name}, because {why}" for name, why in figures["skipped"].items()),
+    ]
+    picture = "![milliseconds a token and seconds a prompt, by length](../benchmarks/results/long_context.png)"
+    return "\n".join([f"{picture}\n", long_context_longest(figures), "\n".join(notes) + "\n"])
+
+
+def long_decoding(figures: Figures) -> str:
+    """The largest difference of logits to float64 at each mark, of the variants that have come so far, and memory."""
+    models = figures["models"]
+    marks = sorted({mark for found in models.values() for mark in found["errors"]}, key=int)
+
+    def error(mark: str) -> Callable[[Figures], str]:
+        return lambda found: f"{found['errors'][mark]:.1e}" if mark in found["errors"] else ""
+
+    def memory(found: Figures) -> str:
+        megabytes = list(found["megabytes"].values())
+        return f"{megabytes[0]:,.0f} to {megabytes[-1]:,.0f}"
+
+    head = ["largest difference of logits, over the largest logit, after so many tokens"]
+    head += [f"{int(mark):,}" for mark in marks]
+    return markdown_table([*head, "resident MB, first to last"], rows_of(models, *map(error, marks), memory))
+
+
+def comparison(figures: Figures) -> str:
+    """Of each model how many checks have which outcome; of each check where it is refused and where it differs."""
+    models, checks = figures["models"], list(next(iter(figures["models"].values()))["checks"])
+    outcomes = {name: {c: found["checks"][c]["outcome"] for c in checks} for name, found in models.items()}
+    rows = [
+        [n, *(list(o.values()).count(kind) for kind in ("same", "refused", "differs"))] for n, o in outcomes.items()
+    ]
+    by_model = markdown_table([f"of {len(checks)} checks", "same", "refused", "differs, without a word"], rows)
+    others = [name for name in models if name not in figures["ours"]]
+    lines = [
+        [check, *(_who([n for n in models if outcomes[n][check] == kind], others) for kind in ("refused", "differs"))]
+        for check in checks
+    ]
+    by_check = markdown_table(["check", "refused by", "differs for"], lines).replace("---:", "---")
+    return f"{by_model}\n{by_check}"
+
+
+def _who(names: list[str], everyone: list[str]) -> str:
+    """Names of models, or the shorter list of those that are missing among everyone."""
+    missing = [name for name in everyone if name not in names]
+    if not set(names) <= set(everyone) or len(missing) >= len(names):
+        return ", ".join(names) or "none"
+    return "all others but " + ", ".join(missing) if missing else "all others"
