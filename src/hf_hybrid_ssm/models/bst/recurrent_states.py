@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
