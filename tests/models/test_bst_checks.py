@@ -234,7 +234,9 @@ def test_no_gradient_through_the_memory():
     attention = model.model.layers[0].attention
     x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
     _, values = _context_of_blocks(attention, x)
-    found, _ = attention.context(attention.context_q_proj(x).unflatten(2, (2, -1)), x, {}, PLAIN_ROWS, head_scale=attention.context_scale)
+    found, _ = attention.context(
+        attention.context_q_proj(x).unflatten(2, (2, -1)), x, {}, PLAIN_ROWS, head_scale=attention.context_scale
+    )
     (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values)
     assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
 

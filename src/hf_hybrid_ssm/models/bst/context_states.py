@@ -116,8 +116,8 @@ class ContextStates(nn.Module):
         keys, values, ssm = self.by_token(x, past, rows)
         state = None
         if past:
-            newest_last = (_rolled(past[name], -past["seen"]) for name in CONTEXT)
-            state = AttentionState(*newest_last, past["seen"])
+            newest_last = [_rolled(past[name], -past["seen"]) for name in CONTEXT]
+            state = AttentionState(newest_last[0], newest_last[1], past["seen"])
         y, unfinished = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
             window=self.distances,
@@ -145,7 +145,7 @@ class ContextStates(nn.Module):
     def by_block(
         self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """Of "mf": keys and values (B, J, S, H, e) of the blocks that the tokens touch, and the state after the tokens.
+        """Of "mf": keys and values (B, J, S, H, e) of the blocks that the tokens touch, and the state after them.
         C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
@@ -235,8 +235,8 @@ class ContextStates(nn.Module):
 
 
 def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor, window: int) -> torch.Tensor:
-    """Keys or values (B, H, W - 1 or W, e) of an unfinished block after tokens_seen (B,) tokens, the newest in the last
-    place as in `AttentionState` → (B, H, W, e) slot by slot, zero in slots that are not yet filled."""
+    """Keys or values (B, H, W - 1 or W, e) of an unfinished block after tokens_seen (B,) tokens, the newest last as in
+    `AttentionState` → (B, H, W, e) slot by slot, zero in slots that are not yet filled."""
     newest = nn.functional.pad(newest, (0, 0, window - newest.shape[2], 0))
     filled = torch.arange(window, device=newest.device) < (tokens_seen % window).unsqueeze(1)
     return torch.where(filled[:, None, :, None], _rolled(newest, tokens_seen), 0.0)
