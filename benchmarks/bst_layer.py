@@ -13,8 +13,7 @@ from timing import exponent, machine_arguments, paired_seconds, write_results
 from transformers import DynamicCache
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
-from hf_hybrid_ssm.models.bst.attention import WindowAttention
-from hf_hybrid_ssm.models.bst.modeling_bst import BstModel
+from hf_hybrid_ssm.models.bst.modeling_bst import BstAttention, BstModel
 
 SHAPE = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "sliding_window": 128, "ssm_state_size": 16}
 LAYERS = {
@@ -26,7 +25,7 @@ LAYERS = {
 }
 
 
-def layer(name: str, device: str) -> WindowAttention:
+def layer(name: str, device: str) -> BstAttention:
     """The attention sublayer of a model of one layer, with its initial weights."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "attention_dropout": 0.0}
@@ -34,7 +33,7 @@ def layer(name: str, device: str) -> WindowAttention:
     return BstModel(config).layers[0].attention.to(device)
 
 
-def run_of(module: WindowAttention, length: int, backward: bool) -> Callable[[], None]:
+def run_of(module: BstAttention, length: int, backward: bool) -> Callable[[], None]:
     x = torch.randn(1, length, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
     x = x.to(next(module.parameters()).device).requires_grad_(backward)
 

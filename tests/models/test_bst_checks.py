@@ -12,8 +12,7 @@ from transformers import DynamicCache
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
-from hf_hybrid_ssm.models.bst.block_attention import scaled_queries
-from hf_hybrid_ssm.models.bst.block_grid import block_grid
+from hf_hybrid_ssm.models.bst.block_grid import block_grid, scaled_queries
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS
 from tests.models.invariances import random_ids
 from tests.models.test_bst import KINDS, RECURRENT, TINY, build
@@ -214,7 +213,7 @@ def test_retrieval_equals_a_softmax_over_the_best_old_states():
     """One row, token by token: its block's states up to itself, and the best k of the last M of finished blocks."""
     model = build(**REMEMBERING).double()
     attention, x = model.model.layers[0].attention, torch.randn(1, LENGTH, 16, dtype=torch.float64)
-    queries = attention._context_queries(x)
+    queries = attention.context_q_proj(x).unflatten(2, (2, -1))
     keys, values = (part[0].flatten(0, 1) for part in _context_of_blocks(attention, x))  # token by token
     found, _ = attention.context(queries, x, {}, PLAIN_ROWS, head_scale=attention.context_scale)
     queries = scaled_queries(queries, attention.context_scale)[0]
@@ -235,7 +234,9 @@ def test_no_gradient_through_the_memory():
     attention = model.model.layers[0].attention
     x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
     _, values = _context_of_blocks(attention, x)
-    found, _ = attention.context(attention._context_queries(x), x, {}, PLAIN_ROWS, head_scale=attention.context_scale)
+    found, _ = attention.context(
+        attention.context_q_proj(x).unflatten(2, (2, -1)), x, {}, PLAIN_ROWS, head_scale=attention.context_scale
+    )
     (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values)
     assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
 

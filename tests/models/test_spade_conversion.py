@@ -235,14 +235,14 @@ def test_checkpoint_without_adaptive_vocabulary(tmp_path):
     sizes = CONFIG | {"adaptive_cutoffs": None, "final_norm": True, "ssm_layers": []}
     original = SpadeForCausalLM(SpadeConfig(**sizes)).eval()
     tensors = {}
-    names = {ours: official for official, ours in converter.GLOBAL_KEYS.items()}
+    names = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "output_projection.weight"}
+    names |= {"model.norm.weight": "layer_norm.weight", "model.norm.bias": "layer_norm.bias"}
+    names["model.relative_bias.weight"] = "layers.0.self_attn.relative_attention_bias.weight"
     layers = {ours: official for official, ours in converter.LAYER_KEYS.items()}
     for name, tensor in original.state_dict().items():
         layer = name.removeprefix("model.layers.").split(".", 1)
-        if name == "model.relative_bias.weight":
-            tensors["decoder.layers.0.self_attn.relative_attention_bias.weight"] = tensor
-        else:
-            tensors[names[name] if name in names else f"decoder.layers.{layer[0]}.{layers[layer[1]]}"] = tensor
+        official = names[name] if name in names else f"layers.{layer[0]}.{layers[layer[1]]}"
+        tensors[f"decoder.{official}"] = tensor
     torch.save({"model": tensors}, tmp_path / "checkpoint_best.pt")
     model = converter.convert(tmp_path / "checkpoint_best.pt", sliding_window=4).eval()
     ids = torch.arange(2, 26).view(2, 12)

@@ -1,4 +1,5 @@
-"""Where the tokens of a forward lie in the blocks of W tokens that every document is cut into.
+"""Where the tokens of a forward lie in the blocks of W tokens that every document is cut into, and their attention to
+the states of these blocks.
 
 Blocks count from the first token of a document, wherever a forward enters it and whatever else a packed sequence
 holds. In a batch of new sequences, blocks are simply a reshape.
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Documents, Rows
 
 
@@ -173,3 +176,45 @@ def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def _like(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """mask (B, W) with the trailing dimensions of x (B, W, ...)."""
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
+
+
+def scaled_queries(queries: torch.Tensor, head_scale: torch.Tensor | None) -> torch.Tensor:
+    """Queries (B, L, H, e), L2-normalised and times |head_scale| (H,), or without it times e**-0.5."""
+    if head_scale is None:
+        return queries * queries.shape[-1] ** -0.5
+    return l2_normalise(queries) * head_scale.abs().to(queries.dtype).unsqueeze(1)
+
+
+def attend_blocks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid, head_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Cross-attention of tokens to states of their blocks, of which each token sees all.
+
+    Args:
+        queries: (B, L, H, e), not yet scaled.
+        keys, values: (B, J, S, H, e), or (B, J, S, G, e) for H / G queries each.
+        grid: the blocks of the tokens.
+        head_scale: as of `scaled_queries`.
+
+    Returns:
+        (B, L, H, e).
+    """
+    blocks, groups = grid.to_blocks(scaled_queries(queries, head_scale)), queries.shape[2] // keys.shape[3]
+    if groups > 1:
+        keys, values = (part.repeat_interleave(groups, 3) for part in (keys, values))
+    q, k, v = (part.flatten(0, 1).transpose(1, 2) for part in (blocks, keys, values))
+    return grid.from_blocks(attention(q, k, v, scale=1.0).transpose(1, 2).unflatten(0, blocks.shape[:2]))
+
+
+def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:
+    """Whether the next token of some sequence is the first of its document, and whether one is the last of its block.
+    Both are True where reading the values would synchronise with the device.
+
+    Args:
+        seen: (B,) int64, tokens so far.
+        window: W.
+    """
+    if not can_read_values(seen):
+        return True, True
+    ranks = seen.tolist()
+    return 0 in ranks, any(rank % window == window - 1 for rank in ranks)

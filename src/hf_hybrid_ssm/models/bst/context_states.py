@@ -16,8 +16,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries, scaled_queries
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries, scaled_queries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
@@ -109,31 +108,16 @@ class ContextStates(nn.Module):
         keys, values, after = self.by_block(x, grid, past, rows)
         return attend_blocks(queries, keys, values, grid, head_scale), after
 
-    def by_block(
-        self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """Keys and values (B, J, W or S, H, e) of the blocks that the tokens touch, and the state after the tokens."""
-        if self.variant == "mf":
-            return self._shifted(x, grid, past, rows)
-        keys, values, ssm = self._by_token(x, past, rows)
-        old_keys, old_values = (past[name].transpose(1, 2) if past else None for name in CONTEXT)
-        keys, values = grid.to_blocks(keys, old_keys), grid.to_blocks(values, old_values)
-        after = {}
-        if rows.return_final_state:
-            unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
-            after = self._named_states(ssm, *unfinished)
-        return keys, values, after
-
     def _attend_by_token(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         """`forward` of "sh" and "mh", whose blocks have a context state for each of their tokens: attention within
         chunks of W tokens."""
-        keys, values, ssm = self._by_token(x, past, rows)
+        keys, values, ssm = self.by_token(x, past, rows)
         state = None
         if past:
-            context = [newest_last(past[name], past["seen"]) for name in CONTEXT]
-            state = AttentionState(context[0], context[1], past["seen"])
+            newest_last = [_rolled(past[name], -past["seen"]) for name in CONTEXT]
+            state = AttentionState(newest_last[0], newest_last[1], past["seen"])
         y, unfinished = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
             window=self.distances,
@@ -145,9 +129,9 @@ class ContextStates(nn.Module):
         if unfinished is None:
             return y.transpose(1, 2), {}
         slots = (slot_by_slot(part, unfinished.seen, self.window) for part in (unfinished.keys, unfinished.values))
-        return y.transpose(1, 2), self._named_states(ssm, *slots)
+        return y.transpose(1, 2), self.named_states(ssm, *slots)
 
-    def _by_token(
+    def by_token(
         self, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, MixerState | None]:
         """Of "sh" and "mh", token by token: keys and values (B, L, H, e), and the state of the state-space model. No
@@ -158,10 +142,11 @@ class ContextStates(nn.Module):
     def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_norm is None else self.input_norm(x)
 
-    def _shifted(
+    def by_block(
         self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """`by_block` of "mf": C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
+        """Of "mf": keys and values (B, J, S, H, e) of the blocks that the tokens touch, and the state after them.
+        C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
         if grid.block is not None:
@@ -178,7 +163,7 @@ class ContextStates(nn.Module):
         after = {}
         if rows.return_final_state:
             index = torch.arange(x.shape[0], device=x.device)
-            after = self._named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
+            after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
         return keys, values, after
 
@@ -193,7 +178,7 @@ class ContextStates(nn.Module):
         shape = (u.shape[0], self.num_heads, 1, self.head_dim)
         k, v = self.normalised(self.k_proj(z).view(shape), is_step=True), self.v_proj(z).view(shape)
         y = slot_attention(queries, k, v, keys, values, past["seen"], block=True, **scales)
-        return y, self._named_states(ssm, keys, values)
+        return y, self.named_states(ssm, keys, values)
 
     def _attend_shifted_token(
         self, queries: torch.Tensor, u: torch.Tensor, past: States, rows: Rows, **scales: Any
@@ -209,11 +194,11 @@ class ContextStates(nn.Module):
         attended = slot_attention(queries, None, None, *context, **scales)
         y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past), stride=1 if ends else 2)
         if not ends:
-            return attended, self._named_states(ssm, *context)
+            return attended, self.named_states(ssm, *context)
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
         new = (part.squeeze(1).transpose(1, 2) for part in self._project(y))
         after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, context))
-        return attended, self._named_states(ssm, *after)
+        return attended, self.named_states(ssm, *after)
 
     def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ([B,] S, H, e) of the learned context of a document's first block: once for all rows, unless
@@ -243,21 +228,15 @@ class ContextStates(nn.Module):
         return l2_normalise(keys) if self.qk_norm and not is_step else keys
 
     @staticmethod
-    def _named_states(ssm: MixerState | None, keys: torch.Tensor, values: torch.Tensor) -> States:
+    def named_states(ssm: MixerState | None, keys: torch.Tensor, values: torch.Tensor) -> States:
         """What later forwards need: the state of the state-space model, and keys and values (B, H, W or S, e) of the
         block."""
-        return {**named_states(ssm), **dict(zip(CONTEXT, (keys, values)))}
-
-
-def newest_last(slots: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
-    """Keys or values (B, H, W, e) of an unfinished block, slot by slot, after tokens_seen (B,) tokens → the newest in
-    the last place, as in `AttentionState`."""
-    return _rolled(slots, -tokens_seen)
+        return named_states(ssm) | dict(zip(CONTEXT, (keys, values)))
 
 
 def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor, window: int) -> torch.Tensor:
-    """The inverse of `newest_last` (B, H, W, e), zero in slots that are not yet filled; of `newest` W - 1 tokens will
-    do, as an unfinished block has no more."""
+    """Keys or values (B, H, W - 1 or W, e) of an unfinished block after tokens_seen (B,) tokens, the newest last as in
+    `AttentionState` → (B, H, W, e) slot by slot, zero in slots that are not yet filled."""
     newest = nn.functional.pad(newest, (0, 0, window - newest.shape[2], 0))
     filled = torch.arange(window, device=newest.device) < (tokens_seen % window).unsqueeze(1)
     return torch.where(filled[:, None, :, None], _rolled(newest, tokens_seen), 0.0)

@@ -16,11 +16,10 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.bst.attention import ContextAttention, RecurrentAttention, StateAttention, WindowAttention
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
-from hf_hybrid_ssm.models.bst.retrieval import RetrievingAttention
+from hf_hybrid_ssm.models.bst.retrieval import RetrievingStates
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -32,17 +31,89 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.ops.core.rows import Rows
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention
 
 # of the states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
 INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
 
 
-def _attention(config: BstConfig, block_type: str) -> WindowAttention:
-    """What a layer of this type attends with."""
-    if block_type == "bst":
-        return ContextAttention(config) if config.retrieval_k is None else RetrievingAttention(config)
-    return RecurrentAttention(config) if block_type == "block_recurrent" else WindowAttention(config)
+class BstAttention(nn.Module):
+    """Attention to the W tokens before. In a "bst" layer the tokens also attend to the context states of their blocks
+    (equations 3.3 and 3.4), in a "block_recurrent" layer to the recurrent states at the start of their blocks, with
+    queries and a scale of their own.
+
+    Queries and keys are L2-normalised; the logits, T5's bias included, are multiplied by a learned scale per head, as
+    in the official code of Block-Recurrent Transformers (arXiv 2203.07852).
+    """
+
+    def __init__(self, config: BstConfig, block_type: str):
+        super().__init__()
+        width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
+        self.dropout = config.attention_dropout
+        right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
+        self.distances = Window.of((self.window, right))
+        self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, inner, bias=False)
+        self.v_proj = nn.Linear(width, inner, bias=False)
+        self.relative_bias = RelativeBias(
+            self.num_heads,
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+            bidirectional=config.bidirectional,
+        )
+        self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        self.context: ContextStates | None = None
+        self.recurrent: RecurrentStates | None = None
+        self.context_scale: nn.Parameter | None = None
+        self.has_states = block_type != "sliding_attention"
+        if block_type == "bst":
+            self.context = ContextStates(config) if config.retrieval_k is None else RetrievingStates(config)
+        elif block_type == "block_recurrent":
+            self.recurrent = RecurrentStates(config)
+        if self.has_states:
+            self.context_q_proj = nn.Linear(width, inner, bias=False)
+            if config.qk_norm:
+                self.context_scale = nn.Parameter(torch.ones(self.num_heads))
+        self.o_proj = nn.Linear(inner * (2 if self.has_states else 1), width, bias=False)
+
+    def forward(
+        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them; `past` and
+        `rows` as of `RecurrentMixin.forward_rows`."""
+        q, k, v = (layer(z).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        bias, head_scale = self.relative_bias(self.window), self.scale
+        if self.scale is not None and not rows.is_step:  # the kernel of a step does it by itself
+            scale = self.scale.abs().to(q.dtype).unsqueeze(1)
+            q, k, bias, head_scale = l2_normalise(q) * scale, l2_normalise(k), bias * scale, None
+        y, state = local_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            window=self.distances,
+            bias=bias,
+            scale=None if self.scale is None else 1.0,
+            head_scale=head_scale,
+            zero_kv_sink=self.zero_kv_sink,
+            dropout=self.dropout if self.training else 0.0,
+            rows=rows,
+            initial_state=AttentionState(past["keys"], past["values"], past["seen"]) if past else None,
+        )
+        y, states = y.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
+        if not self.has_states:
+            return self.o_proj(y), states
+        queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))  # not yet scaled
+        if self.recurrent is None:
+            assert self.context is not None
+            found, after = self.context(queries, x, past, rows, head_scale=self.context_scale)
+        else:
+            k = l2_normalise(k) if self.scale is not None and rows.is_step else k
+            found, after = self.recurrent(queries, k, v, past, rows, head_scale=self.context_scale)
+        return self.o_proj(torch.cat([y, found.flatten(2)], 2)), states | after
 
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
@@ -52,7 +123,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = _attention(config, config.block_types[layer_idx])
+        self.attention = BstAttention(config, config.block_types[layer_idx])
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         sizes = config.hidden_size, config.intermediate_size
         self.feed_forward = FeedForward(*sizes, ACT2FN[config.hidden_act], bias=False)
@@ -88,13 +159,9 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             init.normal_(module.initial_state, std=INITIAL_CONTEXT_STD)
             init.normal_(module.state_ids, std=CONTEXT_ID_STD)
             init.normal_(module.gate, std=0.1)
-            for scale in (module.scale, module.token_scale):
-                if scale is not None:
-                    init.ones_(scale)
-        elif isinstance(module, WindowAttention):
-            for scale in (module.scale, module.context_scale if isinstance(module, StateAttention) else None):
-                if scale is not None:
-                    init.ones_(scale)
+            _init_scales(module.scale, module.token_scale)
+        elif isinstance(module, BstAttention):
+            _init_scales(module.scale, module.context_scale)
         elif isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
             if module.bias is not None:  # of a classifier
@@ -103,6 +170,12 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
+
+
+def _init_scales(*scales: nn.Parameter | None) -> None:
+    for scale in scales:
+        if scale is not None:
+            init.ones_(scale)
 
 
 @auto_docstring

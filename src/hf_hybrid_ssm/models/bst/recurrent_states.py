@@ -4,7 +4,6 @@ The cell is the paper's with a fixed gate and no feed-forward layer on the state
 Block-State Transformers.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -94,9 +92,13 @@ class RecurrentStates(nn.Module):
         grid = block_grid(batch, length, self.window, tokens_seen=past.get("seen"), rows=rows, device=keys.device)
         # of rows that begin here and go on nowhere, only block 0 is the first of a document
         is_alone = grid.block is None and not wants_state
-        tokens = _tokens_of_new_rows(keys, values, grid) if is_alone else _tokens_by_block(keys, values, grid, past)
+        if is_alone:
+            tokens = _windows(keys, grid), _windows(values, grid)
+        else:
+            held = ((past.get(f"block_{name}"), past.get(f"before_{name}")) for name in ("key", "value"))
+            tokens, blocks, before = zip(*(_by_block(x, grid, *old) for x, old in zip((keys, values), held)))
         updates = grid.num_blocks if wants_state and self._may_finish_last_block(grid) else grid.num_blocks - 1
-        cell, initial = self._cell(), self.initial_state.expand(batch, -1, -1)
+        cell, initial = _Cell(self), self.initial_state.expand(batch, -1, -1)
         s, reads = past.get("recurrent", initial), []
         for j in range(grid.num_blocks + wants_state):
             begins = None if is_alone else grid.is_first_block[:, j, None, None]
@@ -104,11 +106,17 @@ class RecurrentStates(nn.Module):
             if j == 0 and past and begins is not None:
                 read = read.continued(begins, past)
             reads.append(read)
-            s = cell.update(read, tokens.keys[j], tokens.values[j]) if j < updates else read.s
-        state_keys = torch.stack([read.keys for read in reads[: grid.num_blocks]], 1)
-        state_values = torch.stack([read.values for read in reads[: grid.num_blocks]], 1)
+            s = cell.update(read, tokens[0][j], tokens[1][j]) if j < updates else read.s
+        state_keys, state_values = (
+            torch.stack([read[part] for read in reads[: grid.num_blocks]], 1) for part in (1, 2)
+        )
         attended = attend_blocks(queries, state_keys, state_values, grid, head_scale)
-        return attended, self._after(grid, reads, tokens) if wants_state else {}
+        if not wants_state:
+            return attended, {}
+        index = torch.arange(batch, device=keys.device), grid.next_block  # the block that each sequence goes on with
+        taken = (torch.stack(parts, 1)[index] for parts in list(zip(*reads))[:3])
+        unfinished = (grid.unfinished(part) for part in blocks)
+        return attended, dict(zip(RECURRENT_STATES, (*taken, *unfinished, *(part[index] for part in before))))
 
     def _attend_token(
         self,
@@ -123,13 +131,12 @@ class RecurrentStates(nn.Module):
         s, keys, values, *blocks, old_key, old_value = (past[name] for name in RECURRENT_STATES)
         seen, window = past["seen"], self.window
         begins, ends = boundaries(seen, window)
-        cell = self._cell() if begins or ends else None
+        cell = _Cell(self) if begins or ends else None
         if cell is not None and begins:  # a cache may hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1)
             s = torch.where(fresh, self.initial_state, s)
             # once for all rows, unless the maps are wrapped, as by adapters that differ from row to row
-            is_shared = all(map(_is_plain, self._projected_by()))
-            new = cell.read(self.initial_state.expand(1 if is_shared else s.shape[0], -1, -1))
+            new = cell.read(self.initial_state.expand(1 if cell.weight is not None else s.shape[0], -1, -1))
             keys = torch.where(fresh.unsqueeze(-1), new.keys, keys)
             values = torch.where(fresh.unsqueeze(-1), new.values, values)
         by_head = queries.transpose(1, 2), None, None, keys.transpose(1, 2), values.transpose(1, 2)
@@ -154,44 +161,6 @@ class RecurrentStates(nn.Module):
         """False where no sequence finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
-    def _cell(self) -> "_Cell":
-        return _Cell(self, self._projection(), self._scales(), self._blending())
-
-    def _projected_by(self) -> tuple[nn.Module, ...]:
-        return self.k_proj, self.q_proj, self.token_q_proj, self.v_proj
-
-    def _projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """(B, S, d) → (B, S, 4 H e): keys, both queries, values, as one product where the four maps are plain."""
-        layers = self._projected_by()
-        if all(map(_is_plain, layers)):
-            weights: list[Any] = [layer.weight for layer in layers]
-            weight = torch.cat(weights)
-            return lambda r: F.linear(r, weight)
-        return lambda r: torch.cat([layer(r) for layer in layers], -1)
-
-    def _blending(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """s (B, S, d) and its attention's output (B, S, 2 H e) → g s + (1 - g) W output, the product and the sum in
-        one."""
-        gate = self.gate.sigmoid()
-        if not _is_plain(self.o_proj) or is_autocast_enabled(gate.device.type):
-            return lambda s, attended: gate * s + (1 - gate) * self.o_proj(attended)
-        weight = ((1 - gate).unsqueeze(1) * self.o_proj.weight).T
-        return lambda s, attended: torch.addmm((gate * s).flatten(0, 1), attended.flatten(0, 1), weight).view_as(s)
-
-    def _scales(self) -> torch.Tensor | None:
-        """(3, H, 1), of keys and both queries."""
-        if self.scale is None or self.token_scale is None:
-            return None
-        return torch.stack([torch.ones_like(self.scale), self.scale.abs(), self.token_scale.abs()]).unsqueeze(-1)
-
-    def _after(self, grid: BlockGrid, reads: "list[_Read]", tokens: "_Tokens") -> States:
-        """The state of the block that the next token continues, of each sequence."""
-        rows = torch.arange(len(grid.next_block), device=grid.next_block.device)
-        taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in list(zip(*reads))[:3])
-        unfinished = (grid.unfinished(part) for part in tokens.blocks)
-        before = (part[rows, grid.next_block] for part in tokens.before)
-        return dict(zip(RECURRENT_STATES, (*taken, *unfinished, *before)))
-
 
 class _Read(NamedTuple):
     """The states (B, S, d) at the start of a block, and what is read of them, (B, S, H, e) each."""
@@ -210,17 +179,32 @@ class _Read(NamedTuple):
         return self._replace(keys=keys, values=torch.where(begins, self.values, past["context_value"]))
 
 
-class _Cell(NamedTuple):
-    """The maps of `RecurrentStates`, made ready once for all blocks of a forward."""
+class _Cell:
+    """The maps of `RecurrentStates`, made ready once for all blocks of a forward: plain ones become one product."""
 
-    maps: RecurrentStates
-    project: Callable[[torch.Tensor], torch.Tensor]
-    scales: torch.Tensor | None
-    blend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    def __init__(self, maps: RecurrentStates):
+        self.maps = maps
+        self.projections = maps.k_proj, maps.q_proj, maps.token_q_proj, maps.v_proj
+        weights: list[Any] = [layer.weight for layer in self.projections if _is_plain(layer)]
+        self.weight = torch.cat(weights) if len(weights) == len(self.projections) else None
+        self.gate = maps.gate.sigmoid()
+        self.blending = None
+        if _is_plain(maps.o_proj) and not is_autocast_enabled(self.gate.device.type):
+            self.blending = ((1 - self.gate).unsqueeze(1) * maps.o_proj.weight).T
+        self.scales = None  # (3, H, 1), of keys and both queries
+        if maps.scale is not None and maps.token_scale is not None:
+            scales = torch.ones_like(maps.scale), maps.scale.abs(), maps.token_scale.abs()
+            self.scales = torch.stack(scales).unsqueeze(-1)
 
     def read(self, s: torch.Tensor) -> _Read:
         maps = self.maps
-        parts = self.project(maps.norm(s) + maps.state_ids).unflatten(-1, (4, maps.num_heads, -1))
+        r = maps.norm(s) + maps.state_ids
+        projected = (
+            torch.cat([layer(r) for layer in self.projections], -1)
+            if self.weight is None
+            else F.linear(r, self.weight)
+        )
+        parts = projected.unflatten(-1, (4, maps.num_heads, -1))
         compared, values = parts.split([3, 1], 2)
         if self.scales is not None:
             compared = l2_normalise(compared) * self.scales.to(parts.dtype)
@@ -231,36 +215,15 @@ class _Cell(NamedTuple):
         """The states (B, S, d) after a block, from their own keys and values and those of tokens (B, M, H, e)."""
         own = self._attend(read.queries, read.keys, read.values)
         of_tokens = self._attend(read.token_queries, token_keys, token_values)
-        return self.blend(read.s, torch.cat([own, of_tokens], -1))
+        attended, kept = torch.cat([own, of_tokens], -1), self.gate * read.s
+        if self.blending is None:
+            return kept + (1 - self.gate) * self.maps.o_proj(attended)
+        return torch.addmm(kept.flatten(0, 1), attended.flatten(0, 1), self.blending).view_as(read.s)
 
     def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(B, S, H, e), (B, M, H, e) twice → (B, S, H e), without a mask."""
         q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
         return attention(q, k, v, scale=None if self.scales is None else 1.0).transpose(1, 2).flatten(2)
-
-
-class _Tokens(NamedTuple):
-    """What updates attend to: for each of J blocks, keys and values (B, 2 W, H, e) of its tokens after those of the
-    block before it. For the state after the tokens, of keys and of values, the blocks (B, J, W, H, e) and the block
-    before each of them and before the next one (B, J + 1, W, H, e)."""
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    blocks: tuple[torch.Tensor, ...] = ()
-    before: tuple[torch.Tensor, ...] = ()
-
-
-def _tokens_of_new_rows(keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid) -> _Tokens:
-    """Of rows of one document each, from its first token."""
-    return _Tokens(_windows(keys, grid).unbind(1), _windows(values, grid).unbind(1))
-
-
-def _tokens_by_block(keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid, past: States) -> _Tokens:
-    blocks = grid.to_blocks(keys, past.get("block_key")), grid.to_blocks(values, past.get("block_value"))
-    olds = past.get("before_key"), past.get("before_value")
-    before = tuple(_blocks_before(block, old, grid.is_first_block) for block, old in zip(blocks, olds))
-    joined = [torch.cat([old[:, :-1], block], 2).unbind(1) for old, block in zip(before, blocks)]
-    return _Tokens(joined[0], joined[1], blocks, before)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -269,16 +232,22 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
 
 
-def _windows(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """x (B, L, H, e) → (B, J, 2 W, H, e), each block after the one before it, and block 0 after zeros."""
+def _windows(x: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, ...]:
+    """x (B, L, H, e) of new rows → for each of J blocks its tokens after those of the block before it, (B, 2 W, H, e);
+    block 0 after zeros."""
     gap = grid.num_blocks * grid.window - grid.length
     padded = F.pad(x, (0, 0, 0, 0, grid.window, gap))
-    return padded.unfold(1, 2 * grid.window, grid.window).permute(0, 1, 4, 2, 3)
+    return padded.unfold(1, 2 * grid.window, grid.window).permute(0, 1, 4, 2, 3).unbind(1)
 
 
-def _blocks_before(blocks: torch.Tensor, old: torch.Tensor | None, is_first: torch.Tensor) -> torch.Tensor:
-    """(B, J + 1, W, H, e) the block before each of blocks (B, J, W, H, e) and before the one after them; before block
-    0 the one that is held (B, W, H, e), and zeros before the first of a document."""
-    old = torch.zeros_like(blocks[:, 0]) if old is None else old.to(blocks.dtype)
-    before = torch.cat([old.unsqueeze(1), blocks], 1)
-    return torch.where(is_first[..., None, None, None], 0.0, before)
+def _by_block(
+    x: torch.Tensor, grid: BlockGrid, block: torch.Tensor | None, before: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """`_windows` of any rows, after what is held of block 0 and of the block before it, (B, W, H, e) each; the blocks
+    (B, J, W, H, e); and the block before each of them and before the next one (B, J + 1, W, H, e), zeros before the
+    first of a document."""
+    blocks = grid.to_blocks(x, block)
+    old = torch.zeros_like(blocks[:, 0]) if before is None else before.to(blocks.dtype)
+    befores = torch.cat([old.unsqueeze(1), blocks], 1)
+    befores = torch.where(grid.is_first_block[..., None, None, None], 0.0, befores)
+    return torch.cat([befores[:, :-1], blocks], 2).unbind(1), blocks, befores

@@ -6,11 +6,9 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
-from hf_hybrid_ssm.models.bst.attention import ContextAttention
-from hf_hybrid_ssm.models.bst.block_attention import scaled_queries
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid, scaled_queries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import ContextStates
+from hf_hybrid_ssm.models.bst.context_states import CONTEXT, ContextStates
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 
@@ -18,7 +16,7 @@ MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
 
 
 class RetrievingStates(ContextStates):
-    """Context states beside a memory of older ones; a token alone goes the way of a row."""
+    """Context states beside a memory of older ones; a step has no kernel of its own."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
@@ -31,83 +29,57 @@ class RetrievingStates(ContextStates):
         (batch, length), seen = x.shape[:2], past.get("seen")
         grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
         keys, values, states = self.by_block(x, grid, past, rows)
-        attended, memory = attend_with_memory(
-            grid.to_blocks(scaled_queries(queries, head_scale)),
-            keys,
-            values,
-            grid,
-            past or None,
-            is_causal=self.variant != "mf",
-            top_k=self.top_k,
-            capacity=self.capacity,
-            stride=self.stride,
-        )
+        blocks = grid.to_blocks(scaled_queries(queries, head_scale))
+        attended, memory = self._attend(blocks, keys, values, grid, past)
         return grid.from_blocks(attended), states | memory if rows.return_final_state else {}
 
+    def by_block(
+        self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, States]:
+        """As in `ContextStates`, and of "sh" and "mh", whose blocks have W states."""
+        if self.variant == "mf":
+            return super().by_block(x, grid, past, rows)
+        keys, values, ssm = self.by_token(x, past, rows)
+        old_keys, old_values = (past[name].transpose(1, 2) if past else None for name in CONTEXT)
+        keys, values = grid.to_blocks(keys, old_keys), grid.to_blocks(values, old_values)
+        if not rows.return_final_state:
+            return keys, values, {}
+        unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
+        return keys, values, self.named_states(ssm, *unfinished)
 
-class RetrievingAttention(ContextAttention):
-    """`ContextAttention` whose tokens also attend to the best of the states that a memory holds."""
-
-    states_class = RetrievingStates
-
-
-def attend_with_memory(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    grid: BlockGrid,
-    state: States | None,
-    *,
-    is_causal: bool,
-    top_k: int,
-    capacity: int,
-    stride: int,
-) -> tuple[torch.Tensor, States]:
-    """Cross-attention of every block's tokens to its own context states and the retrieved ones, one softmax over both.
-
-    Args:
-        queries: (B, J, W, H, e), scaled.
-        keys, values: (B, J, W or S, H, e), the context states of the blocks.
-        grid: the blocks.
-        state: the tensors `MEMORY_STATES` after earlier tokens, or None.
-        is_causal: whether the token of slot s sees its block's own states up to slot s, or all of them.
-        top_k: k, states that a token retrieves, for each head.
-        capacity: M, states that the memory holds; the oldest fall out.
-        stride: every `stride`-th state of a finished block is kept.
-
-    Returns:
-        (B, J, W, H, e), and the new state.
-    """
-    batch, blocks, window, heads, width = queries.shape
-    if state is None:
-        memory_key = memory_value = queries.new_zeros(batch, heads, capacity, width)
-        count = torch.zeros(batch, dtype=torch.int64, device=queries.device)
-    else:
-        memory_key, memory_value, count = (state[name] for name in MEMORY_STATES)
-    ages = torch.arange(capacity, 0, -1, device=queries.device)  # the newest is last
-    slots = keys.shape[2]
-    own = torch.ones(window, slots, dtype=torch.bool, device=queries.device).tril() if is_causal else None
-    outputs = []
-    for j in range(blocks):
-        count = torch.where(grid.is_first_block[:, j], 0, count)
-        q, k, v = (part[:, j].transpose(1, 2) for part in (queries, keys, values))
-        scores = q @ k.mT
-        if own is not None:
-            scores = scores.masked_fill(~own, -torch.inf)
-        older = (q @ memory_key.mT).masked_fill((ages > count.unsqueeze(1))[:, None, None], -torch.inf)
-        least = older.topk(min(top_k, capacity)).values[..., -1:]
-        older = older.masked_fill(older < least, -torch.inf)
-        joint = torch.cat([scores, older], -1)
-        weights = joint.softmax(-1)
-        outputs.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
-        finished = j < grid.next_block  # (B,) this sequence has read the block to its end
-        memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
-        memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], finished)
-        count = torch.where(finished, (count + k[:, :, stride - 1 :: stride].shape[2]).clamp(max=capacity), count)
-    # the next token may begin a new document, whose memory is empty
-    rows = torch.arange(batch, device=queries.device)
-    count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
-    return torch.stack(outputs, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid, past: States
+    ) -> tuple[torch.Tensor, States]:
+        """Scaled queries (B, J, W, H, e), keys and values (B, J, W or S, H, e) of the blocks, one softmax over a
+        block's own states and the retrieved ones → (B, J, W, H, e), and the memory after the tokens."""
+        batch, blocks, window, heads, width = queries.shape
+        if past:
+            memory_key, memory_value, count = (past[name] for name in MEMORY_STATES)
+        else:
+            memory_key = memory_value = queries.new_zeros(batch, heads, self.capacity, width)
+            count = torch.zeros(batch, dtype=torch.int64, device=queries.device)
+        ages = torch.arange(self.capacity, 0, -1, device=queries.device)  # the newest is last
+        later = None  # states of its block that a token does not see
+        if self.variant != "mf":
+            later = torch.ones(window, window, dtype=torch.bool, device=queries.device).triu(1)
+        outputs = []
+        for j in range(blocks):
+            count = torch.where(grid.is_first_block[:, j], 0, count)
+            q, k, v = (part[:, j].transpose(1, 2) for part in (queries, keys, values))
+            scores = q @ k.mT if later is None else (q @ k.mT).masked_fill(later, -torch.inf)
+            older = (q @ memory_key.mT).masked_fill((ages > count.unsqueeze(1))[:, None, None], -torch.inf)
+            least = older.topk(min(self.top_k, self.capacity)).values[..., -1:]
+            older = older.masked_fill(older < least, -torch.inf)
+            weights = torch.cat([scores, older], -1).softmax(-1)
+            outputs.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
+            finished = j < grid.next_block  # (B,) this sequence has read the block to its end
+            k, v = (part[:, :, self.stride - 1 :: self.stride] for part in (k, v))
+            memory_key, memory_value = _pushed(memory_key, k, finished), _pushed(memory_value, v, finished)
+            count = torch.where(finished, (count + k.shape[2]).clamp(max=self.capacity), count)
+        # the next token may begin a new document, whose memory is empty
+        rows = torch.arange(batch, device=queries.device)
+        count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
+        return torch.stack(outputs, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
 
 
 def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:

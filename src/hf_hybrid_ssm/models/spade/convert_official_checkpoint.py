@@ -28,50 +28,38 @@ from hf_hybrid_ssm.models.spade import convert_official_seq2seq
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
-from hf_hybrid_ssm.models.spade.official_s4 import convert_systems
+from hf_hybrid_ssm.models.spade.official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 
+PARAMETERS = ("weight", "bias")
 LAYER_KEYS = {
     **{f"self_attn.{name}.weight": f"mixing.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
-    **{f"self_attn_layer_norm.{kind}": f"mixing_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"final_layer_norm.{kind}": f"feed_forward_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"{name}.{kind}": f"feed_forward.{name}.{kind}" for name in ("fc1", "fc2") for kind in ("weight", "bias")},
-    **{
-        f"{name}.{kind}": f"mixing.{name}.{kind}"
-        for name in ("norm_global", "norm_local", "aggregate")
-        for kind in ("weight", "bias")
-    },
+    **{f"self_attn_layer_norm.{part}": f"mixing_norm.{part}" for part in PARAMETERS},
+    **{f"final_layer_norm.{part}": f"feed_forward_norm.{part}" for part in PARAMETERS},
+    **{f"{name}.{part}": f"feed_forward.{name}.{part}" for name in ("fc1", "fc2") for part in PARAMETERS},
+    **{f"{n}.{part}": f"mixing.{n}.{part}" for n in ("norm_global", "norm_local", "aggregate") for part in PARAMETERS},
 }
 """Names in a layer: official → ours."""
-GLOBAL_KEYS = {
-    "decoder.embed_tokens.weight": "model.embed_tokens.weight",
-    "decoder.output_projection.weight": "lm_head.weight",
-    **{f"decoder.layer_norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
-}
-
-EMBEDDINGS = r"decoder\.embed_tokens\.embeddings\.(\d+)"
-SOFTMAX = r"decoder\.adaptive_softmax"
-RENAMED: list[Rule] = [
-    *((re.compile(re.escape(theirs)), ours) for theirs, ours in GLOBAL_KEYS.items()),
-    *(
-        (re.compile(rf"decoder\.layers\.(\d+)\.{re.escape(theirs)}"), rf"model.layers.\1.{ours}")
-        for theirs, ours in LAYER_KEYS.items()
-    ),
-    (
-        re.compile(r"decoder\.layers\.0\.self_attn\.relative_attention_bias\.weight"),
-        "model.relative_bias.weight",
-    ),
-    (re.compile(rf"{EMBEDDINGS}\.0\.weight"), r"model.embed_tokens.table_\1"),
-    (re.compile(rf"{EMBEDDINGS}\.1\.weight"), r"model.embed_tokens.projection_\1"),
-    (re.compile(rf"{SOFTMAX}\.head\.class_proj\.weight"), "lm_head.clusters"),
-]
+EMBEDDINGS, SOFTMAX = r"decoder\.embed_tokens\.embeddings\.(\d+)", r"decoder\.adaptive_softmax"
+RENAMED = rules_of(
+    {
+        r"decoder\.embed_tokens\.weight": "model.embed_tokens.weight",
+        r"decoder\.output_projection\.weight": "lm_head.weight",
+        r"decoder\.layer_norm\.(weight|bias)": r"model.norm.\1",
+        r"decoder\.layers\.0\.self_attn\.relative_attention_bias\.weight": "model.relative_bias.weight",
+        rf"{EMBEDDINGS}\.0\.weight": r"model.embed_tokens.table_\1",
+        rf"{EMBEDDINGS}\.1\.weight": r"model.embed_tokens.projection_\1",
+        rf"{SOFTMAX}\.head\.class_proj\.weight": "lm_head.clusters",
+    }
+    | {rf"decoder\.layers\.(\d+)\.{re.escape(key)}": rf"model.layers.\1.{ours}" for key, ours in LAYER_KEYS.items()}
+)
 TIED: list[Rule] = [
     (re.compile(rf"{SOFTMAX}\.head\.word_proj\.weight"), "model.embed_tokens.table_0"),
     (re.compile(rf"{SOFTMAX}\.tail\.(\d+)\.0\.weight"), lambda tail: _of_band("projection", int(tail[1]) + 1)),
     (re.compile(rf"{SOFTMAX}\.tail\.(\d+)\.2\.weight"), lambda tail: _of_band("table", int(tail[1]) + 1)),
 ]
 """Copies of tensors that have our name."""
-S4 = re.compile(r"decoder\.layers\.(\d+)\.s4_module\.s4\.(D|kernel\.kernel\..*)")
-# fairseq's marks of versions, and buffers that only tell a device and a dtype
+S4 = r"decoder\.layers\.(\d+)\.s4_module\.s4", r"model.layers.\1.mixing.ssm"
+# versions, and buffers that only tell a device and a dtype
 WITHOUT_CONTENT = re.compile(
     r"decoder\.((adaptive_softmax\.)?version|(embed_tokens|adaptive_softmax\.head)\._float_tensor)"
 )
@@ -94,25 +82,13 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     Raises:
         ValueError: a key is not one of the official language model's, or a tied copy differs from its original.
     """
-    converted: dict[str, torch.Tensor] = {}
-    copies: dict[str, str] = {}
-    systems: dict[str, dict[str, torch.Tensor]] = {}
-    unknown = []
-    for key, tensor in official.items():
-        if name := our_name(key, RENAMED):
-            converted[name] = tensor
-        elif name := our_name(key, TIED):
-            copies[key] = name
-        elif match := S4.fullmatch(key):
-            systems.setdefault(f"model.layers.{match[1]}.mixing.ssm", {})[match[2]] = tensor
-        elif not WITHOUT_CONTENT.fullmatch(key):
-            unknown.append(key)
-    if unknown:
+    converted, others = renamed(official, RENAMED, *S4)
+    copies = {key: name for key in others if (name := our_name(key, TIED))}
+    if unknown := [key for key in others if key not in copies and not WITHOUT_CONTENT.fullmatch(key)]:
         raise ValueError(f"Unknown tensors in the checkpoint: {', '.join(sorted(unknown))}.")
     for key, name in copies.items():
         if name not in converted or not torch.equal(official[key], converted[name]):
             raise ValueError(f"{key} differs from the embedding it is tied to; SPADE ties both.")
-    converted |= convert_systems(systems)
     return converted
 
 
@@ -149,22 +125,18 @@ def infer_config(
 
 
 def _systems(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Which layers have state-space models, and their sizes."""
-    layers = sorted(int(key.split(".")[2]) for key in converted if key.endswith("ssm.A_imag"))
-    if not layers:
-        return {"ssm_layers": layers}
-    mixing = f"model.layers.{layers[0]}.mixing."
-    dynamics, modes = converted[f"{mixing}ssm.A_imag"].shape[:2]
+    """Which layers have state-space models, their sizes, and how their outputs are merged with attention."""
+    sizes = sizes_of_systems(converted, "model.layers.")
+    if not sizes["ssm_layers"]:
+        return sizes
+    mixing = f"model.layers.{sizes['ssm_layers'][0]}.mixing."
     summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"
-    merge = "concat" if f"{mixing}aggregate.weight" in converted else summed
-    return {"ssm_layers": layers, "ssm_state_size": 2 * modes, "ssm_num_dynamics": dynamics, "ssm_merge": merge}
+    return sizes | {"ssm_merge": "concat" if f"{mixing}aggregate.weight" in converted else summed}
 
 
 def _from_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """What fairseq's settings say of the configuration."""
-    fields = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
-    if settings.get("local_radius") is not None:
-        fields["sliding_window"] = settings["local_radius"] + 1  # fairseq counts the other tokens only
+    fields = known_settings(settings, SETTINGS)
     if "dropout" in fields:
         fields["embedding_dropout"] = fields["dropout"]  # fairseq has one rate for both
     if "no_scale_embedding" in settings:

@@ -8,61 +8,44 @@ changes its shape, except that the decoder's positions lose the rows up to the p
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.official_state_dict import Rule, check_tokens, load_state_dict_strict, our_name
+from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
-from hf_hybrid_ssm.models.spade.official_s4 import convert_systems
+from hf_hybrid_ssm.models.spade.official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 
 EMBEDDING, POSITIONS, HEAD = "shared.weight", "decoder.pos_embed.weight", "lm_head.weight"
 PADDING = 1  # the official positions count from the row after it, whatever pad_token_id says
 
-_LAYER = r"(encoder|decoder)\.block\.(\d+)\.layer\."
-_NORM = r"(weight|bias)"
-RENAMED: list[Rule] = [
-    (re.compile(re.escape(EMBEDDING)), "model.embed_tokens.weight"),
-    (re.compile(re.escape(HEAD)), HEAD),
-    (re.compile(rf"(encoder|decoder)\.first_layer_norm\.{_NORM}"), r"model.\1.embedding_norm.\2"),
-    (
-        re.compile(rf"{_LAYER}0\.SelfAttention\.([qkvo])\.(weight|bias)"),
-        r"model.\1.layers.\2.mixing.self_attn.\3_proj.\4",
-    ),
-    (
-        re.compile(r"encoder\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"),
-        r"model.encoder.layers.\1.mixing.self_attn.relative_bias.weight",
-    ),
-    (
-        re.compile(rf"encoder\.block\.(\d+)\.layer\.0\.(norm_global|norm_local|aggregate)\.{_NORM}"),
-        r"model.encoder.layers.\1.mixing.\2.\3",
-    ),
-    (re.compile(rf"{_LAYER}0\.layer_norm\.{_NORM}"), r"model.\1.layers.\2.mixing_norm.\3"),
-    (
-        re.compile(r"decoder\.block\.(\d+)\.layer\.1\.EncDecAttention\.([qkvo])\.(weight|bias)"),
-        r"model.decoder.layers.\1.cross_attn.\2_proj.\3",
-    ),
-    (
-        re.compile(rf"decoder\.block\.(\d+)\.layer\.1\.layer_norm\.{_NORM}"),
-        r"model.decoder.layers.\1.cross_attn_norm.\2",
-    ),
-    *(
-        (
-            re.compile(rf"{stack}\.block\.(\d+)\.layer\.{place}\.{theirs}\.{_NORM}"),
-            rf"model.{stack}.layers.\1.{ours}.\2",
-        )
-        for stack, place in (("encoder", 1), ("decoder", 2))
-        for theirs, ours in (
-            (r"DenseReluDense\.wi", "feed_forward.fc1"),
-            (r"DenseReluDense\.wo", "feed_forward.fc2"),
-            ("layer_norm", "feed_forward_norm"),
-        )
-    ),
-]
-S4 = re.compile(r"encoder\.block\.(\d+)\.layer\.0\.s4\.s4\.(D|kernel\.kernel\..*)")
+_LAYER, _NORM = r"(encoder|decoder)\.block\.(\d+)\.layer\.", r"(weight|bias)"
+_ENCODER, _DECODER = r"encoder\.block\.(\d+)\.layer\.", r"decoder\.block\.(\d+)\.layer\."
+_FEED_FORWARD = {
+    r"DenseReluDense\.wi": "feed_forward.fc1",
+    r"DenseReluDense\.wo": "feed_forward.fc2",
+    "layer_norm": "feed_forward_norm",
+}
+RENAMED = rules_of(
+    {
+        r"shared\.weight": "model.embed_tokens.weight",
+        r"lm_head\.weight": HEAD,
+        rf"(encoder|decoder)\.first_layer_norm\.{_NORM}": r"model.\1.embedding_norm.\2",
+        rf"{_LAYER}0\.SelfAttention\.([qkvo])\.{_NORM}": r"model.\1.layers.\2.mixing.self_attn.\3_proj.\4",
+        rf"{_ENCODER}0\.SelfAttention\.relative_attention_bias\.weight": (
+            r"model.encoder.layers.\1.mixing.self_attn.relative_bias.weight"
+        ),
+        rf"{_ENCODER}0\.(norm_global|norm_local|aggregate)\.{_NORM}": r"model.encoder.layers.\1.mixing.\2.\3",
+        rf"{_LAYER}0\.layer_norm\.{_NORM}": r"model.\1.layers.\2.mixing_norm.\3",
+        rf"{_DECODER}1\.EncDecAttention\.([qkvo])\.{_NORM}": r"model.decoder.layers.\1.cross_attn.\2_proj.\3",
+        rf"{_DECODER}1\.layer_norm\.{_NORM}": r"model.decoder.layers.\1.cross_attn_norm.\2",
+    }
+    | {rf"{_ENCODER}1\.{key}\.{_NORM}": rf"model.encoder.layers.\1.{ours}.\2" for key, ours in _FEED_FORWARD.items()}
+    | {rf"{_DECODER}2\.{key}\.{_NORM}": rf"model.decoder.layers.\1.{ours}.\2" for key, ours in _FEED_FORWARD.items()}
+)
+S4 = rf"{_ENCODER}0\.s4\.s4", r"model.encoder.layers.\1.mixing.ssm"
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Copies of the one embedding."""
 SETTINGS = {
@@ -99,27 +82,18 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     Raises:
         ValueError: a key is not one of the official encoder-decoder's, or a copy of the embedding differs from it.
     """
-    converted: dict[str, torch.Tensor] = {}
-    systems: dict[str, dict[str, torch.Tensor]] = {}
-    unknown = []
-    for key, tensor in official.items():
-        if name := our_name(key, RENAMED):
-            converted[name] = tensor
-        elif match := S4.fullmatch(key):
-            systems.setdefault(f"model.encoder.layers.{match[1]}.mixing.ssm", {})[match[2]] = tensor
-        elif key == POSITIONS:
-            converted["model.decoder.positions.weight"] = tensor[PADDING + 1 :].clone()
-        elif key not in TIED:
-            unknown.append(key)
-    if unknown:
+    converted, others = renamed(official, RENAMED, *S4)
+    if unknown := sorted(set(others) - {POSITIONS, *TIED}):
         raise ValueError(
-            f"Unknown tensors in the checkpoint: {', '.join(sorted(unknown))}. Converted are plain feed-forward "
-            "layers (wi and wo) and a head that is one map."
+            f"Unknown tensors in the checkpoint: {', '.join(unknown)}. Converted are plain feed-forward layers (wi "
+            "and wo) and a head that is one map."
         )
+    if POSITIONS in official:
+        converted["model.decoder.positions.weight"] = official[POSITIONS][PADDING + 1 :].clone()
     for key in TIED:
         if key in official and not torch.equal(official[key], official[EMBEDDING]):
             raise ValueError(f"{key} differs from {EMBEDDING}; SPADE's encoder and decoder share one embedding.")
-    return converted | convert_systems(systems)
+    return converted
 
 
 def infer_config(
@@ -143,7 +117,7 @@ def infer_config(
     buckets, heads = converted[table].shape
     embedding = converted["model.embed_tokens.weight"]
     sizes: dict[str, Any] = {
-        **_systems(converted),
+        **sizes_of_systems(converted, "model.encoder.layers."),
         "vocab_size": embedding.shape[0],
         "hidden_size": embedding.shape[1],
         "intermediate_size": converted[fc1].shape[0],
@@ -168,22 +142,11 @@ def _number_of_layers(stack: str, converted: dict[str, torch.Tensor]) -> int:
     return len({name.removeprefix(prefix).partition(".")[0] for name in converted if name.startswith(prefix)})
 
 
-def _systems(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Which layers have state-space models, and their sizes."""
-    layers = sorted(int(name.split(".")[3]) for name in converted if name.endswith("ssm.A_imag"))
-    if not layers:
-        return {"ssm_layers": layers}
-    dynamics, modes = converted[f"model.encoder.layers.{layers[0]}.mixing.ssm.A_imag"].shape
-    return {"ssm_layers": layers, "ssm_state_size": 2 * modes, "ssm_num_dynamics": dynamics}
-
-
 def _from_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """What the official config.json says of our configuration."""
     if named := [f"{name} ({what})" for name, what in REFUSED.items() if settings.get(name)]:
         raise ValueError(f"The checkpoint's config.json asks for {' and '.join(named)}.")
-    fields = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
-    if settings.get("local_radius") is not None:
-        fields["sliding_window"] = settings["local_radius"] + 1  # which counts the other tokens of one side only
+    fields = known_settings(settings, SETTINGS)
     if settings.get("dropout_rate") is not None:
         fields |= dict.fromkeys(DROPOUTS, settings["dropout_rate"])
     if settings.get("normalize_before"):

@@ -4,12 +4,12 @@ import weakref
 
 import torch
 from torch import nn
-from transformers import EncoderDecoderCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
-from hf_hybrid_ssm.models.cache import state_layer
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer, is_recurrent_state_layer, prepare_cache, state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import packed_rows
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 
@@ -41,10 +41,8 @@ class SpadeCrossAttention(nn.Module):
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if cache is not None:
                 layer = state_layer(cache.cross_attention_cache, self.layer_idx)
-                states = {"keys": k, "values": v} | (
-                    {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
-                )
-                layer.update_states(packed_rows(length=k.shape[2]), states)
+                source = {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
+                layer.update_states(packed_rows(length=k.shape[2]), {"keys": k, "values": v, **source})
                 cache.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -54,26 +52,14 @@ class SpadeCrossAttention(nn.Module):
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
-class _Given:
-    """The tensor that a cache was last given, not kept alive. Copies share it, and a pickled one has lost it."""
-
-    def __init__(self, tensor: torch.Tensor | None = None):
-        self._tensor = None if tensor is None else weakref.ref(tensor)
-
-    def is_(self, tensor: torch.Tensor) -> bool:
-        return self._tensor is not None and self._tensor() is tensor
-
-    def __deepcopy__(self, memo: dict) -> "_Given":
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _Given, ()
+# of each cache, by the layer that holds its source: the encoder's output that it was given last
+_GIVEN: weakref.WeakKeyDictionary[RecurrentStateLayer, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def check_source(cache: EncoderDecoderCache, source: torch.Tensor, encoder_states: torch.Tensor) -> None:
     """A target goes on with the source it began with, whose keys and values the cache holds.
 
-    `generate` gives the same tensor at every step, which needs no look at its values.
+    `generate` gives the same tensor at every step, whose values need not be compared.
 
     Args:
         source: (B, S, d), as the encoder returned it.
@@ -85,7 +71,10 @@ def check_source(cache: EncoderDecoderCache, source: torch.Tensor, encoder_state
     layer = state_layer(cache.cross_attention_cache, 0)
     if torch.compiler.is_compiling():
         return
-    if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(source):
+    given = _GIVEN.get(layer)
+    if given is not None and given() is source and cache.is_updated.get(0):
+        return
+    if cache.is_updated.get(0):
         first = layer.states["source"]
         message = (
             "cache was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
@@ -98,4 +87,20 @@ def check_source(cache: EncoderDecoderCache, source: torch.Tensor, encoder_state
             torch._assert_async(is_same, message)
         elif not bool(is_same):
             raise ValueError(message)
-    layer.given = _Given(source)
+    _GIVEN[layer] = weakref.ref(source)
+
+
+def prepare_seq2seq_cache(
+    cache: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int, length: int
+) -> EncoderDecoderCache:
+    """The cache to use in a forward of `length` tokens of the target: a new one, or the given one if it fits the model
+    and the batch."""
+    if cache is None:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    if not isinstance(cache, EncoderDecoderCache):
+        raise TypeError(f"cache must be an EncoderDecoderCache, got {type(cache).__name__}.")
+    prepare_cache(cache.self_attention_cache, config, batch_size, length)
+    cross = cache.cross_attention_cache
+    if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
+        cross.layers = DynamicCache(config=config).layers
+    return cache

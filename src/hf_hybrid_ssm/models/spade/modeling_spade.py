@@ -3,19 +3,28 @@
 """PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
+from hf_hybrid_ssm.layers.feed_forward import FeedForward
+from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
+from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
+from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
@@ -26,11 +35,182 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_class_labels
 from hf_hybrid_ssm.models.losses import sequence_classification_loss
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.layers_spade import ScaleNorm, SpadeBlock, SpadeStack, normalised
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
+
+
+class ScaleNorm(nn.Module):
+    """One learned scalar times x / rms(x)."""
+
+    def __init__(self, eps: float = 1e-5):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.scale
+
+
+class TimeBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of (B, L, D) over batch and time: over the tokens that are not padding.
+
+    The running statistics take in each batch once, also where gradient checkpointing runs the forward again.
+    """
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, L, D) → the same; `token_mask` (B, L) bool, the tokens that count; None: all."""
+        repeats = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # within a backward
+        if not self.training or (token_mask is None and not repeats):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+        if token_mask is None:  # the same operation, whose statistics are dropped
+            assert self.running_mean is not None and self.running_var is not None
+            mean, variance = self.running_mean.clone(), self.running_var.clone()
+            y = F.batch_norm(x.transpose(1, 2), mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+            return y.transpose(1, 2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        counts = token_mask.unsqueeze(-1).to(wide.dtype)
+        count = counts.sum().clamp(min=1)
+        mean = (wide * counts).sum((0, 1)) / count
+        variance = ((wide - mean).square() * counts).sum((0, 1)) / count
+        if not repeats:
+            self._take_in(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
+        normalised = (wide - mean) * torch.rsqrt(variance + self.eps)
+        return (normalised * self.weight + self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def _take_in(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics towards those of a batch, as torch does."""
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            running.lerp_(new.to(running.dtype), self.momentum)
+
+
+def build_norm(config: SpadeConfig) -> nn.Module:
+    """The normalisation of (B, L, hidden_size) that `config.norm_type` names."""
+    size, eps = config.hidden_size, config.layer_norm_epsilon
+    if config.norm_type == "layernorm":
+        return nn.LayerNorm(size, eps=eps)
+    return ScaleNorm(eps) if config.norm_type == "scalenorm" else TimeBatchNorm(size, eps=eps)
+
+
+def normalised(norm: nn.Module | None, x: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
+    """norm(x) of (B, L, d), x itself without a norm; what is taken over tokens leaves the padding in `rows` out."""
+    if isinstance(norm, TimeBatchNorm):
+        return norm(x, None if rows is None else rows.token_mask)
+    return x if norm is None else norm(x)
+
+
+def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
+    """The keys a token sees, as `local_attention` takes them."""
+    if config.attention_type == "full":
+        return {"window": (None, 0 if is_causal else None)}
+    size = config.chunk_size if config.attention_type == "chunk" else config.sliding_window
+    window = (size - 1, 0 if is_causal else size - 1)
+    return {"window": window, "chunk_size": size if config.attention_type == "chunk" else None}
+
+
+class SpadeAttention(LocalSelfAttention):
+    """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
+
+    def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
+        window = attention_window(config, is_causal)
+        sizes = (config.hidden_size, config.num_attention_heads)
+        super().__init__(*sizes, **window, bias=bias, dropout=config.attention_dropout)
+        has_own_bias = config.relative_bias_scope == "per_layer"
+        self.relative_bias = relative_bias(config, is_causal) if has_own_bias else None
+
+    def forward(
+        self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS, *, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, States]:
+        """As in `LocalSelfAttention`; `bias` (H, R) is the one shared by all layers, used without one of its own."""
+        own = bias if self.relative_bias is None else self.relative_bias(self.window.left)
+        return super().forward(x, past, rows, bias=own)
+
+
+def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
+    """T5's table for this stack."""
+    buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    return RelativeBias(config.num_attention_heads, buckets, distance, bidirectional=not is_causal)
+
+
+class SpadeMixer(RecurrentMixin, nn.Module):
+    """Local attention; in a layer of `ssm_layers` also a state-space model, W [LN(ssm(x)) ; LN(attention(x))] + b."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.self_attn = SpadeAttention(config, is_causal, attention_bias)
+        self.merge, self.weight = config.ssm_merge, config.ssm_merge_weight
+        self.stop_gradient = config.ssm_stop_gradient
+        self.ssm = mixer_from_config(config, bidirectional=not is_causal) if layer_idx in config.ssm_layers else None
+        if self.ssm is not None and self.merge != "stack":
+            self.norm_global = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.norm_local = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        if self.ssm is not None and self.merge == "concat":
+            self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """(B, L, d) → (B, L, d); `options` are those of `forward_with_cache`, and `bias`, shared by all layers."""
+        return self.forward_with_cache(x, **options)
+
+    def forward_rows(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, rows: Rows, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, States]:
+        if self.ssm is None:
+            return self.self_attn(x, past, rows, bias=bias)
+        u = x.detach() if self.stop_gradient else x
+        g, state = self.ssm(u, rows=rows, initial_state=mixer_state(past))
+        a, states = self.self_attn(g if self.merge == "stack" else x, past, rows, bias=bias)
+        return self._merged(g, a), states | named_states(state)
+
+    def _merged(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """The outputs of state-space model and attention, (B, L, d) each, as one."""
+        if self.merge == "stack":
+            return a
+        g, a = self.norm_global(g), self.norm_local(a)
+        if self.merge == "add":
+            return self.weight * g + (1 - self.weight) * a
+        return self.aggregate(torch.cat([g, a], dim=-1))
+
+
+class SpadeBlock(GradientCheckpointingLayer):
+    """Mixing and feed-forward sublayers, with the norm before each (`pre`) or after each sum (`post`)."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
+        super().__init__()
+        self.is_pre = config.norm_position == "pre"
+        self.mixing = SpadeMixer(config, layer_idx, is_causal, attention_bias)
+        self.mixing_norm = build_norm(config)
+        activation, dropout = ACT2FN[config.hidden_act], config.activation_dropout
+        self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, activation, dropout=dropout)
+        self.feed_forward_norm = build_norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @by_both_cache_names
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        rows: PackedRows | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        mixing = {"bias": bias, "rows": rows, "cache": cache}
+        hidden_states = self._residual(hidden_states, rows, self.mixing, self.mixing_norm, **mixing)
+        return self._residual(hidden_states, rows, self.feed_forward, self.feed_forward_norm)
+
+    def _residual(
+        self, x: torch.Tensor, rows: PackedRows | None, branch: nn.Module, norm: nn.Module, /, **options: Any
+    ) -> torch.Tensor:
+        y = branch(normalised(norm, x, rows) if self.is_pre else x, **options)
+        x = x + (self.dropout(y) if self.training else y)
+        return x if self.is_pre else normalised(norm, x, rows)
+
 
 # weights of a language model or a decoder, which an encoder leaves unread
 NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
@@ -106,14 +286,28 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
     return nn.Embedding(config.vocab_size, config.hidden_size)
 
 
-class SpadeLayers(SpadeStack, HybridModelMixin):
-    """A stack of `SpadeBlock`, which is all of a model but its embeddings; placed before `SpadePreTrainedModel`."""
+class SpadeStack(HybridModelMixin):
+    """The layers between embeddings and heads, of the causal model, the encoder and the decoder; placed before
+    `SpadePreTrainedModel`."""
 
-    def _build_layers(self, config: SpadeConfig, is_causal: bool) -> None:
-        blocks = (SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
-        self._build_stack(config, blocks, is_causal)
+    def _build_stack(self, config: SpadeConfig, is_causal: bool, blocks: Iterable[nn.Module] | None = None) -> None:
+        if blocks is None:
+            blocks = (SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
+        eps = config.layer_norm_epsilon
+        self.embedding_norm = nn.LayerNorm(config.hidden_size, eps) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
+        self.layers = nn.ModuleList(blocks)
+        self.norm = build_norm(config) if config.final_norm else None
         self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
+
+    def _enter_stack(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """(B, L, d) embeddings → the first layer's input."""
+        return self.dropout(embeddings if self.embedding_norm is None else self.embedding_norm(embeddings))
+
+    def _shared_bias(self) -> torch.Tensor | None:
+        return None if self.relative_bias is None else self.relative_bias(None)
 
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
@@ -127,13 +321,13 @@ class SpadeLayers(SpadeStack, HybridModelMixin):
 
 
 @auto_docstring
-class SpadeModel(BaseOfCheckpoint, SpadeLayers, SpadePreTrainedModel):
+class SpadeModel(BaseOfCheckpoint, SpadeStack, SpadePreTrainedModel):
     encoder_architectures = tuple(f"Spade{head}" for head in ENCODER_HEADS)
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)
-        self._build_layers(config, is_causal=True)
+        self._build_stack(config, is_causal=True)
         self.post_init()
 
 
@@ -164,14 +358,14 @@ class SpadeForCausalLM(SpadeLMHead, CausalLMHead, SpadePreTrainedModel, Generati
     base_model_class = SpadeModel
 
 
-class SpadeEncoder(SpadeLayers, SpadePreTrainedModel):
+class SpadeEncoder(SpadeStack, SpadePreTrainedModel):
     """The bidirectional stack, without embeddings."""
 
     is_bidirectional = True
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        self._build_layers(config, is_causal=False)
+        self._build_stack(config, is_causal=False)
         self.post_init()
 
 
@@ -191,8 +385,7 @@ class SpadeEncoderModel(HybridModelMixin, SpadePreTrainedModel):
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
-        hidden_states = self.encoder._run_layers(hidden_states, rows, cache, **kwargs)
-        return normalised(self.encoder.norm, hidden_states, rows)
+        return self.encoder._last_norm(self.encoder._run_layers(hidden_states, rows, cache, **kwargs), rows)
 
 
 @auto_docstring

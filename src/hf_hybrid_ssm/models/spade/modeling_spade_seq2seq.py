@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin
+from transformers import Cache, EncoderDecoderCache, GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -21,9 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
     capacity_of,
-    is_recurrent_state_layer,
     may_overwrite_states,
-    prepare_cache,
     tokens_and_packing_state,
 )
 from hf_hybrid_ssm.models.cache_names import (
@@ -41,15 +39,17 @@ from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.cross_attention import SpadeCrossAttention, check_source
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack, build_norm, normalised
+from hf_hybrid_ssm.models.spade.cross_attention import SpadeCrossAttention, check_source, prepare_seq2seq_cache
 from hf_hybrid_ssm.models.spade.modeling_spade import (
+    SpadeBlock,
     SpadeEncoder,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
     SpadeForTokenClassification,
     SpadePreTrainedModel,
+    SpadeStack,
+    build_norm,
     spade_embedding,
 )
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
@@ -96,7 +96,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
         bias = config.decoder_attention_bias
         blocks = (SpadeDecoderBlock(stack, index, bias) for index in range(config.num_decoder_layers))
-        self._build_stack(stack, blocks, is_causal=True)
+        self._build_stack(stack, is_causal=True, blocks=blocks)
         self.post_init()
 
     @capture_outputs
@@ -142,7 +142,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         if own is not None:
             remember_units(own, self, self.layers)
         return BaseModelOutputWithCache(
-            last_hidden_state=normalised(self.norm, hidden_states, rows),
+            last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache},
         )
 
@@ -154,22 +154,6 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
                 'decoder_position_embedding_type="relative" has no limit.'
             )
         return positions
-
-
-def prepare_seq2seq_cache(
-    cache: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int, length: int
-) -> EncoderDecoderCache:
-    """The cache to use in a forward of `length` tokens of the target: a new one, or the given one if it fits the model
-    and the batch."""
-    if cache is None:
-        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    if not isinstance(cache, EncoderDecoderCache):
-        raise TypeError(f"cache must be an EncoderDecoderCache, got {type(cache).__name__}.")
-    prepare_cache(cache.self_attention_cache, config, batch_size, length)
-    cross = cache.cross_attention_cache
-    if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
-        cross.layers = DynamicCache(config=config).layers
-    return cache
 
 
 @auto_docstring

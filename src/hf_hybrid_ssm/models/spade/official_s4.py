@@ -1,23 +1,69 @@
-"""Parameters of the official S4 (standalone/s4.py of state-spaces/s4, and its copy in SPADE's code) as ours."""
+"""What both converters share: their names, and the official S4 (standalone/s4.py of state-spaces/s4, and its copy in
+SPADE's code) with our parameters."""
+
+import re
+from typing import Any
 
 import torch
+
+from hf_hybrid_ssm.models.official_state_dict import Rule, our_name
 
 KERNEL_TENSORS = ("C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L")
 
 
-def convert_systems(systems: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of all state-space models: their parts (D and `kernel.kernel.*`) by the prefix of our names.
+def rules_of(names: dict[str, str]) -> list[Rule]:
+    """Regular expressions of official names, and templates of ours."""
+    return [(re.compile(theirs), ours) for theirs, ours in names.items()]
+
+
+def renamed(
+    official: dict[str, torch.Tensor], rules: list[Rule], system: str, prefix: str
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Tensors by our names, those of state-space models converted, and the keys that have no rule.
+
+    Args:
+        official: by their official names.
+        rules: names of tensors that stay as they are.
+        system: matches what stands before the tensors of a state-space model (D and `kernel.kernel.*`).
+        prefix: template of what stands before ours.
 
     Raises:
-        ValueError: a part is missing or has another shape.
+        ValueError: a part of a state-space model is missing or has another shape.
     """
     converted: dict[str, torch.Tensor] = {}
-    for prefix, system in sorted(systems.items()):
-        kernel = {name.removeprefix("kernel.kernel."): part for name, part in system.items() if name != "D"}
-        if "D" not in system or not kernel:
-            raise ValueError(f"{prefix} has only a part of its S4: kernel and D are needed.")
-        converted |= {f"{prefix}.{name}": part for name, part in convert_s4(kernel, system["D"]).items()}
-    return converted
+    systems: dict[str, dict[str, torch.Tensor]] = {}
+    others = []
+    for key, tensor in official.items():
+        if name := our_name(key, rules):
+            converted[name] = tensor
+        elif match := re.fullmatch(rf"{system}\.(?P<part>D|kernel\.kernel\..*)", key):
+            systems.setdefault(match.expand(prefix), {})[match["part"].removeprefix("kernel.kernel.")] = tensor
+        else:
+            others.append(key)
+    for name, kernel in sorted(systems.items()):
+        skip = kernel.pop("D", None)
+        if skip is None or not kernel:
+            raise ValueError(f"{name} has only a part of its S4: kernel and D are needed.")
+        converted |= {f"{name}.{part}": tensor for part, tensor in convert_s4(kernel, skip).items()}
+    return converted, others
+
+
+def sizes_of_systems(converted: dict[str, torch.Tensor], layers: str) -> dict[str, Any]:
+    """Which layers have state-space models, and their sizes; `layers` is the prefix of the layers' numbers."""
+    found = re.compile(rf"{re.escape(layers)}(\d+)\.mixing\.ssm\.A_imag")
+    shapes = {int(match[1]): tensor.shape for name, tensor in converted.items() if (match := found.fullmatch(name))}
+    if not shapes:
+        return {"ssm_layers": []}
+    dynamics, modes = shapes[min(shapes)][:2]
+    return {"ssm_layers": sorted(shapes), "ssm_state_size": 2 * modes, "ssm_num_dynamics": dynamics}
+
+
+def known_settings(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """What official settings say of our configuration, by official names and ours."""
+    fields = {ours: settings[name] for name, ours in names.items() if settings.get(name) is not None}
+    if settings.get("local_radius") is not None:
+        fields["sliding_window"] = settings["local_radius"] + 1  # which counts the other tokens of one side only
+    return fields
 
 
 def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str, torch.Tensor]:
