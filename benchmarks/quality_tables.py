@@ -9,8 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-from _lib.intervals import half_width, half_width_of, plus_minus, quantile
-from _lib.intervals import token_efficiencies
+from _lib.intervals import half_width, half_width_of, plus_minus, quantile, token_efficiencies
 
 from benchmarks.table_text import load, markdown_table, rows_of
 
