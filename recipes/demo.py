@@ -11,11 +11,11 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-import argparse
 import json
 import random
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from transformers import (
     set_seed,
 )
 
+from hf_hybrid_ssm.cli.demo import build_parser
 from hf_hybrid_ssm.cli.settings import as_flags
 from hf_hybrid_ssm.evaluation import evaluate
 
@@ -194,13 +195,11 @@ def report(summary: dict, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--documents", type=int, help="to train and evaluate on, at the most (default: all)")
-    chosen = parser.parse_args(as_flags(sys.argv[1:]))
-    print(report(demo(chosen.output, chosen.steps, chosen.questions, chosen.documents), chosen.output))
+    chosen = build_parser().parse_args(as_flags(sys.argv[1:]))
+    folder = Path(chosen.output)
+    with redirect_stdout(sys.stderr) if chosen.json else nullcontext():
+        summary = demo(folder, chosen.steps, chosen.questions, chosen.documents)
+    print(json.dumps(summary) if chosen.json else report(summary, folder))
 
 
 if __name__ == "__main__":

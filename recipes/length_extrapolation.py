@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_known, check_models, check_named, check_texts, check_vocabulary
-from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.intervals import half_width_of
 from _lib.plotting import perplexity_by_length
-from _lib.scoring import loss_at
+from _lib.scoring import loss_at, rows_within
 from _lib.sweeps import check_claim, claim
 from _lib.training import perplexity, say, write_with_picture
 
@@ -100,9 +100,8 @@ def rows_of(arguments: ExtrapolationArguments, tokenizer: PreTrainedTokenizerBas
     longest = arguments.lengths[-1]
     wanted = arguments.scored_tokens // longest
     documents = []
-    for document in documents_of_files(arguments.files):
-        ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
-        documents.append(torch.tensor(ids[: len(ids) // longest * longest], dtype=torch.long).view(-1, longest))
+    for text in documents_of_files(arguments.files)[arguments.text_column]:
+        documents.append(torch.tensor(list(rows_within([text], tokenizer, longest))))
     turns = max((len(rows) for rows in documents), default=0)
     rows = [rows[turn] for turn in range(turns) for rows in documents if turn < len(rows)][:wanted]
     if len(rows) < wanted:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_least, check_models, check_output, check_texts, check_vocabulary
-from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
+from _lib.scoring import rows_within
 from _lib.training import say, write_with_picture
 
 import numpy as np
@@ -52,13 +53,9 @@ class PerTokenArguments:
 
 def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Rows from inside one document each, (N, L): a position is the number of tokens the model has seen."""
-    rows: list[list[int]] = []
     documents = documents_of_files(arguments.files)
     check_texts(documents, [arguments.text_column], "text_column")
-    for document in documents:
-        ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
-        whole = len(ids) // arguments.sequence_length
-        rows += [ids[i * arguments.sequence_length :][: arguments.sequence_length] for i in range(whole)]
+    rows = list(rows_within(documents[arguments.text_column], tokenizer, arguments.sequence_length))
     if not rows:
         raise ValueError(f"sequence_length={arguments.sequence_length}: no document of {arguments.files} is so long.")
     return torch.tensor(rows[: arguments.rows])

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.documents import documents_of_files, paths_of
+from _lib.documents import paths_of
 from _lib.entry import start
+from _lib.scoring import long_texts
 from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import say, write_figures
 
@@ -113,17 +114,14 @@ def _judge(
 
 
 def _loss_texts(arguments: RecallKindsArguments, tokenizer: Any) -> list[torch.Tensor]:
-    """The first tokens of the first documents that are long enough, (1, last edge) each."""
+    """Token ids for loss by position, (1, last edge) each, with a begin token where the tokenizer has one."""
     if not arguments.loss_files:
         return []
-    texts, length = [], arguments.edges[-1]
-    for document in documents_of_files(arguments.loss_files):
-        ids = tokenizer(document["text"])["input_ids"][:length]  # with a begin token where it has one
-        if len(ids) == length:
-            texts.append(torch.tensor([ids]))
-        if len(texts) == arguments.loss_texts:
-            return texts
-    raise ValueError(f"loss_texts={arguments.loss_texts}: {len(texts)} documents have {length} tokens.")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    return long_texts(arguments.loss_files, encode, arguments.edges[-1], arguments.loss_texts)
 
 
 if __name__ == "__main__":

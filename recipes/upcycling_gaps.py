@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_least, check_named
-from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
+from _lib.documents import DataArguments, documents_of_files
 from _lib.entry import start
 from _lib.intervals import half_width, mean_of, plus_minus
 from _lib.plotting import SPREAD, panels, style
-from _lib.scoring import loss_at
+from _lib.scoring import loss_at, rows_within
 from _lib.settings import filled
 from _lib.training import perplexity, say, write_json, write_with_picture
 
@@ -136,10 +136,7 @@ def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> dict[
     """kind → rows (N, factor x length) from inside one document each."""
     longest, found = arguments.factor * length, {}
     for kind, files in arguments.files.items():
-        rows: list[list[int]] = []
-        for document in documents_of_files(files):
-            ids = [begin_of(tokenizer), *token_ids([document["text"]], tokenizer)[0]]
-            rows += [ids[start : start + longest] for start in range(0, len(ids) - longest + 1, longest)]
+        rows = list(rows_within(documents_of_files(files)["text"], tokenizer, longest))
         if not rows:
             raise ValueError(f"factor={arguments.factor}: no document of {kind}, {files}, has {longest} tokens.")
         found[kind] = torch.tensor(rows[: max(1, arguments.scored_tokens // longest)])

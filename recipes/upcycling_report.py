@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_checkpoint, check_known
-from _lib.documents import documents_of_files, token_ids
+from _lib.documents import token_ids
 from _lib.entry import start
+from _lib.scoring import long_texts
 from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import say, write_figures
 
@@ -148,17 +149,14 @@ class Judge:
 
 
 def texts_of(arguments: ReportArguments, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
-    """The first tokens of the first documents that are long enough, (1, last edge) each."""
+    """Token ids for loss by position, (1, last edge) each."""
     if not arguments.files:
         return []
-    texts, length = [], arguments.edges[-1]
-    for document in documents_of_files(arguments.files):
-        ids = token_ids([document[arguments.text_column]], tokenizer)[0][:length]
-        if len(ids) == length:
-            texts.append(torch.tensor([ids]))
-        if len(texts) == arguments.texts:
-            return texts
-    raise ValueError(f"texts={arguments.texts}: {len(texts)} documents of {arguments.files} have {length} tokens.")
+
+    def encode(text: str) -> list[int]:
+        return token_ids([text], tokenizer)[0]
+
+    return long_texts(arguments.files, encode, arguments.edges[-1], arguments.texts, arguments.text_column)
 
 
 def report(arguments: ReportArguments) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Losses of held-out text: documents as they are trained, sliding windows, windows of growing length, n-grams."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from _lib.documents import begin_of
+from _lib.documents import begin_of, documents_of_files, token_ids
 
 import numpy as np
 import torch
@@ -37,6 +37,30 @@ def scored_documents(
     if not documents:
         raise ValueError(f"max_tokens={max_tokens}: there is no text to score.")
     return documents, num_bytes
+
+
+def rows_within(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
+    """Whole rows of `length` tokens from inside one document each, which begins with its beginning-of-text token."""
+    for text in texts:
+        ids = [begin_of(tokenizer), *token_ids([text], tokenizer)[0]]
+        yield from (ids[start : start + length] for start in range(0, len(ids) - length + 1, length))
+
+
+def long_texts(
+    files: list[str], encode: Callable[[str], list[int]], length: int, count: int, column: str = "text"
+) -> list[torch.Tensor]:
+    """The first tokens of the first documents that are long enough, (1, length) each.
+
+    Raises:
+        ValueError: there are fewer than `count`.
+    """
+    found: list[torch.Tensor] = []
+    for document in documents_of_files(files):
+        if len(ids := encode(document[column])[:length]) == length:
+            found.append(torch.tensor([ids]))
+        if len(found) == count:
+            return found
+    raise ValueError(f"{count} texts are wanted: {len(found)} documents of {files} have {length} tokens.")
 
 
 @torch.inference_mode()

@@ -293,10 +293,10 @@ def test_eval_hands_over(monkeypatch):
 def test_demo_runs_the_recipe(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr("hf_hybrid_ssm.cli.recipe.run_file", lambda *given: seen.append(given) or 0)
-    assert main(["demo", "--output", str(tmp_path), "--steps", "3"]) == 0
+    assert main(["demo", "--output", str(tmp_path), "--steps", "3", "--json"]) == 0
     ((path, options),) = seen
     assert path.name == "demo.py" and path.is_file() and (path.parent / "_lib").is_dir()
-    assert options == [f"--output={tmp_path}", "--steps=3", "--questions=200"]
+    assert options == [f"--output={tmp_path}", "--steps=3", "--questions=200", "--json"]
 
 
 def test_the_module_is_the_command(checkpoint):

@@ -11,41 +11,22 @@ from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import COMMANDS, TASKS, main
 from hf_hybrid_ssm.cli.recipe import recipe_names, recipes_folder
 
-FORM = re.compile(r"[a-z`(]|CONFIG|FAMILY|[A-Z]+/")  # a phrase, which a default may follow
-
 
 def parser_of(command):
     return importlib.import_module(f"hf_hybrid_ssm.cli.{command}").build_parser() if command else cli.build_parser()
 
 
-def defects_of(action):
-    """What is wrong with the help of one argument."""
+def says_what_it_is(action):
+    """In a phrase without a full stop, with the default at its end."""
     shown = (action.help or "") % (vars(action) | {"prog": ""})
-    if not shown:
-        return ["no help"]
-    found = []
-    if shown.endswith(".") or not FORM.match(shown):
-        found.append(f"{shown!r} is no phrase without a full stop")
-    if re.match(r"(of|in|on|as|by|to|at|with|below) ", shown):
-        found.append(f"{shown!r} begins in the middle")
-    if "default" in shown and not re.search(r" \(default: [^()]+\)$", shown):
-        found.append(f"{shown!r} has its default elsewhere than at the end")
-    takes_a_number = action.default is not None and action.nargs != 0 and action.option_strings
-    if takes_a_number and action.default not in ([], argparse.SUPPRESS) and "(default: " not in shown:
-        found.append(f"{shown!r} does not say the default, {action.default!r}")
-    if action.nargs != 0 and not action.choices:
-        name = action.metavar or ""
-        if not re.fullmatch(r"[A-Z_]+|[A-Z_]+/[A-Z]+|(config\.)?[A-Z]+=[A-Z]+", name):
-            found.append(f"{shown!r} has no name in capitals for its value, but {name!r}")
-    return found
+    has_default = action.default not in (None, [], argparse.SUPPRESS) and action.nargs != 0 and action.option_strings
+    return shown and not shown.endswith(".") and bool(re.search(r" \(default: [^()]+\)$", shown)) >= bool(has_default)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_every_argument_has_help_of_one_form(command):
+def test_every_argument_has_help(command):
     actions = [each for each in parser_of(command)._actions if each.dest != "help"]
-    assert actions
-    defects = {"/".join(each.option_strings) or each.dest: defects_of(each) for each in actions}
-    assert {name: found for name, found in defects.items() if found} == {}
+    assert actions and [each.dest for each in actions if not says_what_it_is(each)] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,19 +40,6 @@ def test_every_command_says_in_one_sentence_what_it_does_and_ends_with_examples(
     own = [line for line in examples if re.match(rf"    hf-hybrid-ssm {command}\b", line)]
     assert own and all(re.match(r"    (hf-hybrid-ssm|accelerate|torchrun) ", line) for line in examples), examples
     assert max(map(len, parser.format_help().splitlines())) <= 120
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_that_commands_share_are_the_same(command):
-    """`--json`, `--device` and the like read alike wherever they are."""
-    known = {"--json": "add_json", "--device": "add_device", "--teacher": "add_teacher"}
-    from hf_hybrid_ssm.cli import parsing
-
-    for action in parser_of(command)._actions:
-        for option in set(action.option_strings) & known.keys():
-            shared = argparse.ArgumentParser()
-            getattr(parsing, known[option])(shared)
-            assert (action.help, action.metavar) == (shared._actions[-1].help, shared._actions[-1].metavar)
 
 
 def test_the_list_of_commands_is_by_task_and_begins_with_where_to_start(capsys):

@@ -166,9 +166,11 @@ def test_options_of_generate(options, status, message, checkpoint, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is refused")
-def test_a_device_that_this_torch_lacks(checkpoint, capsys):
-    said = refused(capsys, "generate", checkpoint, "--prompt", "a", "--device", "cuda", status=2)
-    assert "'cuda' is not available" in said and torch.__version__ in said
+def test_a_device_that_this_torch_lacks(checkpoint, tmp_path, capsys):
+    read = ["read", checkpoint, checkpoint / "config.json", "--context", tmp_path / "context"]
+    for command in (["generate", checkpoint, "--prompt", "a"], ["chat", checkpoint], read):
+        said = refused(capsys, *command, "--device", "cuda", status=2)
+        assert "'cuda' is not available" in said and torch.__version__ in said
 
 
 def test_prompts_are_read_as_utf8_in_any_locale(monkeypatch):

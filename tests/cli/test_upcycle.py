@@ -238,6 +238,7 @@ UNREAD = {
     "a part": ({"keys": {"split.count": 2}}, "is part 1 of 2 of a model"),
     "cut off": ({}, "is not a complete GGUF file"),
     "another architecture": ({"architecture": "gpt2"}, "is of the architecture 'gpt2'"),
+    "no package": ({}, "reading teacher.gguf needs gguf: pip install"),
 }
 
 
@@ -247,7 +248,8 @@ def test_a_gguf_file_is_refused_before_torch_is_imported(kind, tmp_path):
     path = write_gguf(tmp_path / "teacher.gguf", **fields)
     if kind == "cut off":
         path.write_bytes(path.read_bytes()[:-500])
-    code = "import sys\nfrom hf_hybrid_ssm.cli import main\nstatus = main(sys.argv[1:])\n"
+    code = "import sys\nsys.modules['gguf'] = None\n" if kind == "no package" else "import sys\n"
+    code += "from hf_hybrid_ssm.cli import main\nstatus = main(sys.argv[1:])\n"
     code += "sys.exit(status if not {'torch', 'transformers'} & sys.modules.keys() else 2)"
     command = [sys.executable, "-c", code, "upcycle", str(path), str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -28,122 +28,79 @@ def first_shard(folder):
     return sorted(folder.glob("*.safetensors"))[0]
 
 
-def cut(folder):
-    path = first_shard(folder)
-    path.write_bytes(path.read_bytes()[:-5])
-    return "not a complete safetensors file"
-
-
-def cut_header(folder):
-    first_shard(folder).write_bytes(b"\x07")
-    return "not a complete safetensors file"
-
-
-def pickled(folder):
-    first_shard(folder).write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
-    return "not a complete safetensors file"
-
-
-def lost(folder):
-    first_shard(folder).unlink()
-    return "is missing"
-
-
-def exchanged(folder):
+def exchange(folder):
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-    return "lacks the tensor"
 
 
-def edit_index(folder, change):
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
+def edit(name, change):
+    """A change of a JSON file, in place."""
+
+    def edited(folder):
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edited
 
 
-def outside(folder):
-    edit_index(folder, lambda index: index["weight_map"].update({"a": "../other.safetensors"}))
-    return r"points outside its folder: '\.\./other"
+def mapped(auto_map):
+    return edit("config.json", lambda config: config.update(auto_map=auto_map))
 
 
-def no_map(folder):
-    edit_index(folder, lambda index: index.pop("weight_map"))
-    return "has no weight_map"
+def write(name, content):
+    return lambda folder: (folder / name).write_text(content)
 
 
-def no_json(folder):
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text("{")
-    return "is not valid JSON"
+def append(name, content):
+    return lambda folder: (folder / name).write_text((folder / name).read_text() + content)
 
 
-def no_object(folder):
-    (folder / "config.json").write_text("[]")
-    return "must hold a JSON object, not list"
+def remove(pattern):
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
-def no_config(folder):
-    (folder / "config.json").unlink()
-    return r"has no config\.json"
+INDEX, CODE = SAFE_WEIGHTS_INDEX_NAME, "modeling_longhorn.py"
+CUT_OFF = "is not a complete safetensors file"
+CHANGED = r"modeling_longhorn\.py was not written by export_code, or was changed since"
+DAMAGE = {
+    "cut": (
+        lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-5]),
+        CUT_OFF,
+    ),
+    "a cut header": (lambda f: first_shard(f).write_bytes(b"\x07"), CUT_OFF),
+    "pickled": (lambda f: first_shard(f).write_bytes(b"\x80\x04N."), CUT_OFF),
+    "lost": (lambda f: first_shard(f).unlink(), "is missing"),
+    "exchanged": (exchange, "lacks the tensor"),
+    "a file outside": (
+        edit(INDEX, lambda index: index["weight_map"].update(a="../other.safetensors")),
+        r"'\.\./other",
+    ),
+    "no map": (edit(INDEX, lambda index: index.pop("weight_map")), "has no weight_map"),
+    "no JSON": (write(INDEX, "{"), "is not valid JSON"),
+    "no object": (write("config.json", "[]"), "must hold a JSON object, not list"),
+    "no configuration": (remove("config.json"), r"has no config\.json"),
+    "changed code": (append(CODE, "\n"), CHANGED),
+    "a changed head": (lambda f: write(CODE, "import os\n" + (f / CODE).read_text())(f), CHANGED),
+    "more code": (write("more.py", ""), r"more\.py was not written by export_code"),
+    "less code": (remove("layers.py"), r"lacks the code file layers\.py that \w+\.py names"),
+    "no entry": (remove("configuration_longhorn.py"), r"configuration_longhorn\.py that config\.json names"),
+    "no code": (remove("*.py"), r"lacks the code file \w+\.py that config\.json names"),
+    "no table": (
+        edit("config.json", lambda config: config.update(auto_map=["a.B"])),
+        "auto_map must say a file and class",
+    ),
+    "code outside": (
+        edit("config.json", lambda config: config.update(auto_map={"AutoModel": "/etc/code.Model"})),
+        r"lacks the code file /etc/code\.py",
+    ),
+}
 
 
-def changed_code(folder):
-    with (folder / "modeling_longhorn.py").open("a") as file:
-        file.write("\n")
-    return r"modeling_longhorn\.py was not written by export_code, or was changed since"
-
-
-def changed_head(folder):
-    path = folder / "modeling_longhorn.py"
-    path.write_text("import os\n" + path.read_text())
-    return r"modeling_longhorn\.py was not written by export_code, or was changed since"
-
-
-def added_code(folder):
-    (folder / "more.py").write_text("")
-    return r"more\.py was not written by export_code"
-
-
-def lost_code(folder):
-    (folder / "layers.py").unlink()
-    return r"lacks the code file layers\.py that \w+\.py names"
-
-
-def lost_entry(folder):
-    (folder / "configuration_longhorn.py").unlink()
-    return r"lacks the code file configuration_longhorn\.py that config\.json names"
-
-
-def lost_all_code(folder):
-    for path in folder.glob("*.py"):
-        path.unlink()
-    return r"lacks the code file \w+\.py that config\.json names"
-
-
-def edit_auto_map(folder, value):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": value}))
-
-
-def no_table(folder):
-    edit_auto_map(folder, ["modeling_longhorn.LonghornModel"])
-    return "auto_map must say a file and class for each Auto class"
-
-
-def code_outside(folder):
-    edit_auto_map(folder, {"AutoModel": "/etc/code.Model"})
-    return r"lacks the code file /etc/code\.py"
-
-
-DAMAGE = (
-    cut, cut_header, pickled, lost, exchanged, outside, no_map, no_json, no_object, no_config, changed_code,
-    changed_head, added_code, lost_code, lost_entry, lost_all_code, no_table, code_outside,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(sharded, damage, capsys):
-    expected = damage(sharded)
+    change, expected = DAMAGE[damage]
+    change(sharded)
     with pytest.raises(ValueError, match=expected):
         check_folder(sharded)
     assert main(["check", str(sharded)]) == 1
@@ -151,6 +108,6 @@ def test_damage_is_named(sharded, damage, capsys):
 
 
 def test_code_that_another_repository_holds_is_not_looked_for(sharded):
-    lost_all_code(sharded)
-    edit_auto_map(sharded, {"AutoModel": "someone/longhorn--modeling_longhorn.LonghornModel"})
+    remove("*.py")(sharded)
+    mapped({"AutoModel": "someone/longhorn--modeling_longhorn.LonghornModel"})(sharded)
     assert check_folder(sharded)["code"] == 0

@@ -12,7 +12,7 @@ from datasets import Dataset
 from finetune_glue import GlueArguments, glue
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretrain_seq2seq import SpanArguments, pretrain, with_other_inputs, with_sentinels
+from pretrain_seq2seq import SpanArguments, build_model, pretrain, with_other_inputs, with_sentinels
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -140,6 +140,9 @@ def test_resumes_bit_for_bit_and_the_encoder_classifies(texts, tmp_path):
     encoder, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", output_loading_info=True)
     head = {f"classifier.{name}.{part}" for name in ("dense", "out_proj") for part in ("weight", "bias")}
     assert report["missing_keys"] == head
+    start = SpanArguments("spade_seq2seq", config=TINY, embeddings_from=str(tmp_path / "whole"))
+    table = build_model(start, tokenizer, 8).get_input_embeddings().weight
+    assert torch.equal(table, seq2seq.get_input_embeddings().weight)
     ids = torch.arange(100, 120).view(2, 10)
     hidden = encoder.eval().model(ids).last_hidden_state
     torch.testing.assert_close(hidden, seq2seq.eval().get_encoder()(ids).last_hidden_state)

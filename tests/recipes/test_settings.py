@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from _lib.settings import filled, read_settings
-from _lib.training import write_json
 from transformers import TrainingArguments
 
 from hf_hybrid_ssm.cli.settings import as_flags, setting_pairs
@@ -71,13 +70,6 @@ def test_without_a_file_it_shows_its_keys():
 
 def test_numbers_without_a_dot_are_numbers(read):
     assert read("config: {a: 1e-3}", "config.b=2E+4", "config.c=1e5x")[0].config == {"a": 1e-3, "b": 2e4, "c": "1e5x"}
-
-
-def test_figures_name_no_folder_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HYBRID_SSM_DATA", "/somewhere/on this disk")
-    write_json(tmp_path / "a.json", {"files": ["/somewhere/on this disk/lm/x.jsonl"], "loss": 1.5})
-    figures = json.loads((tmp_path / "a.json").read_text())
-    assert figures == {"files": ["$HF_HYBRID_SSM_DATA/lm/x.jsonl"], "loss": 1.5}
 
 
 def test_help_is_printed_and_no_failure(capsys):

@@ -105,7 +105,7 @@ def test_refusals(options, words, place, tmp_path):
 
 
 def test_texts_that_are_too_short_are_counted(place, tmp_path):
-    with pytest.raises(ValueError, match=r"texts=3: 2 documents .* have 200 tokens"):
+    with pytest.raises(ValueError, match=r"3 texts are wanted: 2 documents .* have 200 tokens"):
         report(arguments_of(place, tmp_path / "none", texts=3))
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.hub import card_of_folder, check_contents, check_folder, export_code
+from hf_hybrid_ssm.hub.delta_files import DELTA, DELTA_WEIGHTS
 from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, save_delta, tokenizer_of, upcycle
 from hf_hybrid_ssm.upcycle.delta import TEACHER, write_full
 from hf_hybrid_ssm.upcycle.student import constant_sinks, new_modules
@@ -250,66 +251,60 @@ def test_the_tokenizer_is_the_deltas_or_its_teachers(teachers, tmp_path, monkeyp
         tokenizer_of(tmp_path / "without")
 
 
-def damaged(folder, kind):
-    """What is wrong with the folder of a delta, and what is said of it."""
-    file, weights = folder / "delta.json", folder / "delta.safetensors"
-    said = json.loads(file.read_text())
-    own = load_file(weights)
-    sinks = sorted(name for name in own if name.endswith("sink.key"))
-    match kind:
-        case "no weights":
-            weights.unlink()
-            return r"delta\.safetensors is missing"
-        case "cut off":
-            weights.write_bytes(weights.read_bytes()[:-8])
-            return "is not a complete safetensors file"
-        case "no JSON":
-            file.write_text("{")
-            return r"delta\.json is not valid JSON"
-        case "another format":
-            said["format"] = 1
-        case "a field more":
-            said["path"] = "/etc"
-        case "a path":
-            said["teacher"] = "../teacher"
-        case "a tensor less":
-            del own[sinks[0]]
-            save_file(own, weights)
-            return rf"no weight file holds {sinks[0]}, which HybridStudentForCausalLM needs"
-        case "a foreign tensor":
-            save_file(own | {"other.weight": torch.zeros(2)}, weights)
-            return r"holds other\.weight, which HybridStudentForCausalLM does not have"
-        case "a wrong width":
-            save_file(own | {sinks[0]: torch.zeros(2, 9)}, weights)
-            return f"{sinks[0]} has shape .2, 9., but HybridStudentForCausalLM needs .2, 8."
-        case "a number":
-            own[sinks[0]][0, 0] = torch.nan
-            save_file(own, weights)
-        case "two names":
-            save_file(own | {sinks[0]: own[sinks[1]], sinks[1]: own[sinks[0]]}, weights)
-        case "a tensor of the teacher":
-            save_file(own | {"model.norm.weight": torch.ones(32)}, weights)
-        case "whole weights beside it":
-            shutil.copy(weights, folder / "model.safetensors")
-            return "holds both a delta .* and whole weights"
-    file.write_text(json.dumps(said))
-    return {
-        "another format": "is not a delta of format 3",
-        "a field more": "must hold teacher, is_on_hub, fingerprint, digest",
-        "a path": r"teacher='\.\./teacher' must be a name without its folder",
-    }.get(kind, r"delta\.safetensors and delta\.json are not what was saved")
+def of_tensors(change):
+    """A change of the delta's own tensors, given the names of its sinks' keys."""
+
+    def changed(folder):
+        own = load_file(folder / DELTA_WEIGHTS)
+        save_file(change(own, *sorted(name for name in own if name.endswith("sink.key"))[:2]), folder / DELTA_WEIGHTS)
+
+    return changed
 
 
-DAMAGES = (
-    "no weights", "cut off", "no JSON", "another format", "a field more", "a path", "a tensor less",
-    "a foreign tensor", "a wrong width", "a number", "two names", "a tensor of the teacher", "whole weights beside it",
-)  # fmt: skip
+def of_fields(**fields):
+    return lambda folder: (folder / DELTA).write_text(json.dumps(json.loads((folder / DELTA).read_text()) | fields))
+
+
+def cut(folder):
+    (folder / DELTA_WEIGHTS).write_bytes((folder / DELTA_WEIGHTS).read_bytes()[:-8])
+
+
+OTHER = r"delta\.safetensors and delta\.json are not what was saved"
+STUDENT = "HybridStudentForCausalLM"
+DAMAGES = {
+    "no weights": (lambda folder: (folder / DELTA_WEIGHTS).unlink(), r"delta\.safetensors is missing"),
+    "cut off": (cut, "is not a complete safetensors file"),
+    "no JSON": (lambda folder: (folder / DELTA).write_text("{"), r"delta\.json is not valid JSON"),
+    "another format": (of_fields(format=1), "is not a delta of format 3"),
+    "a field more": (of_fields(path="/etc"), "must hold teacher, is_on_hub, fingerprint, digest"),
+    "a path": (of_fields(teacher="../teacher"), r"teacher='\.\./teacher' must be a name without its folder"),
+    "a tensor less": (
+        of_tensors(lambda own, sink, _: {name: own[name] for name in own.keys() - {sink}}),
+        rf"no weight file holds \S+sink\.key, which {STUDENT} needs",
+    ),
+    "a foreign tensor": (
+        of_tensors(lambda own, *_: own | {"other.weight": torch.zeros(2)}),
+        rf"holds other\.weight, which {STUDENT} does not have",
+    ),
+    "a wrong width": (
+        of_tensors(lambda own, sink, _: own | {sink: torch.zeros(2, 9)}),
+        rf"sink\.key has shape .2, 9., but {STUDENT} needs .2, 8.",
+    ),
+    "a number": (of_tensors(lambda own, sink, _: own | {sink: own[sink] * torch.nan}), OTHER),
+    "two names": (of_tensors(lambda own, one, two: own | {one: own[two], two: own[one]}), OTHER),
+    "a tensor of the teacher": (of_tensors(lambda own, *_: own | {"model.norm.weight": torch.ones(32)}), OTHER),
+    "whole weights beside it": (
+        lambda folder: shutil.copy(folder / DELTA_WEIGHTS, folder / "model.safetensors"),
+        "holds both a delta .* and whole weights",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_delta_is_found(kind, teachers, tmp_path):
     save_delta(student_of(teachers["folder"]), tmp_path, teachers["folder"])
-    message = damaged(tmp_path, kind)
+    damage, message = DAMAGES[kind]
+    damage(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         check_contents(tmp_path)
     assert "\n" not in str(error.value)

@@ -20,11 +20,10 @@ from hf_hybrid_ssm.upcycle import (
     upcycle,
     windowed_teacher,
 )
-from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
+from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_sensitivity, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
 from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, rank_layers_by_recall, recall_of
-from hf_hybrid_ssm.upcycle.sensitivity import rank_layers_by_sensitivity
 from hf_hybrid_ssm.upcycle.windowed_teacher import (
     LayerReplay,
     maskable,

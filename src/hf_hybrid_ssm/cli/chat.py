@@ -27,8 +27,8 @@ from hf_hybrid_ssm.cli.generation import (
     say_why_empty,
     utf8_text,
 )
-from hf_hybrid_ssm.cli.loading import defect_of_device, load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
+from hf_hybrid_ssm.cli.loading import loaded
+from hf_hybrid_ssm.cli.parsing import add_json, add_model, check_model_name, parser_of
 
 ASKED = "> "
 EXIT, CLEAR = "!exit", "!clear"  # as `transformers chat` calls them
@@ -36,14 +36,9 @@ EXIT, CLEAR = "!exit", "!clear"  # as `transformers chat` calls them
 
 def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("chat", __doc__)
-    parser.add_argument(
-        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
-    )
-    add_teacher(parser)
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message that every conversation begins with")
     add_generation(parser, max_new_tokens=512)
-    add_device(parser)
-    add_dtype(parser)
     add_json(parser)
     return parser
 
@@ -54,9 +49,7 @@ def main(arguments: list[str]) -> int:
     check_model_name(args.model)
     from transformers import set_seed
 
-    if reason := defect_of_device(args.device):
-        parser.error(f"argument --device: {args.device!r} {reason}")
-    tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
+    tokenizer, model = loaded(parser, args)
     if model.config.is_encoder_decoder or tokenizer.chat_template is None:
         kind = "an encoder-decoder" if model.config.is_encoder_decoder else "no chat template"
         raise ValueError(f"{args.model} holds {kind}: `hf-hybrid-ssm generate FOLDER TEXT` continues a text.")

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import check_writable, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, check_writable, parser_of
 from hf_hybrid_ssm.cli.recipe import EXTRAS, run_recipe
 from hf_hybrid_ssm.extras import install_command, missing_modules
 
@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--questions", type=int, default=200, metavar="N", help="questions of lm-eval (default: %(default)s)"
     )
     parser.add_argument("--documents", type=int, metavar="N", help="documents to train and evaluate on (default: all)")
+    add_json(parser)
     return parser
 
 
@@ -41,4 +42,6 @@ def main(arguments: list[str]) -> int:
         return 1
     if missing := [name for name in NEEDED if name in missing_modules(*EXTRAS["demo"])]:
         raise SystemExit(f"{', '.join(missing)} not installed; the demo needs: {install_command(*EXTRAS['demo'])}")
-    return run_recipe("demo", [f"--{name}={value}" for name, value in vars(args).items() if value is not None])
+    flags = ["--json"] if args.json else []
+    given = {name: value for name, value in vars(args).items() if name != "json" and value is not None}
+    return run_recipe("demo", [*(f"--{name}={value}" for name, value in given.items()), *flags])

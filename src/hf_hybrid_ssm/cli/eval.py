@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError(f"lm-eval is needed: {install_command('eval')}") from error
-    from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
+    from hf_hybrid_ssm.evaluation.harness import ask_git_only_within_a_repository
 
     ask_git_only_within_a_repository()
     sys.argv = ["lm_eval", *with_files(arguments)]

@@ -26,8 +26,8 @@ from hf_hybrid_ssm.cli.generation import (
     say_why_empty,
     utf8_text,
 )
-from hf_hybrid_ssm.cli.loading import defect_of_device, load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
+from hf_hybrid_ssm.cli.loading import loaded
+from hf_hybrid_ssm.cli.parsing import add_json, add_model, check_model_name, parser_of
 from hf_hybrid_ssm.cli.read import continued
 
 
@@ -40,9 +40,7 @@ def main(arguments: list[str]) -> int:
     prompt = text_of(args.prompt if args.text is None else args.text)
     from transformers import set_seed
 
-    if reason := defect_of_device(args.device):
-        parser.error(f"argument --device: {args.device!r} {reason}")
-    tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
+    tokenizer, model = loaded(parser, args)
     if args.seed is not None:
         set_seed(args.seed)
     options = options_of(args)
@@ -86,18 +84,13 @@ def text_of(prompt: str | None) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("generate", __doc__)
-    parser.add_argument(
-        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
-    )
+    add_model(parser)
     parser.add_argument("text", metavar="TEXT", nargs="?", help="prompt (default: it is read from the input)")
-    add_teacher(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the same as TEXT")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument(
         "--context", metavar="FILE", help="file that `hf-hybrid-ssm read` wrote; the prompt follows its text as it is"
     )
     add_generation(parser, max_new_tokens=100)
-    add_device(parser)
-    add_dtype(parser)
     add_json(parser)
     return parser

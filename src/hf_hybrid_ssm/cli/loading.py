@@ -1,5 +1,6 @@
 """The model and the tokenizer that a command works with, and the device they run on."""
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def defect_of_device(name: str | None) -> str | None:
     if device.index is not None and device.index >= module.device_count():  # type: ignore[union-attr]
         return f"is not available: this machine has {module.device_count()} of them"  # type: ignore[union-attr]
     return None
+
+
+def loaded(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Any, Any]:
+    """`load` of what the arguments of `add_model` name; a device that is not there is wrong usage."""
+    if reason := defect_of_device(args.device):
+        parser.error(f"argument --device: {args.device!r} {reason}")
+    return load(args.model, args.device, args.dtype, args.teacher)
 
 
 def load(name: str, device: str | None, dtype: str, teacher: str | None = None) -> tuple[Any, Any]:

@@ -23,8 +23,13 @@ def parser_of(command: str, docstring: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """`--dtype`, for commands that load a saved model."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model that a command works with (see `loading.loaded`)."""
+    parser.add_argument(
+        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
+    )
+    add_teacher(parser)
+    add_device(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="dtype of the weights; auto is as saved (default: %(default)s)"
     )

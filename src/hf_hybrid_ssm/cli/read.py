@@ -15,23 +15,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_ssm.cli.loading import load
-from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_model_name, parser_of
+from hf_hybrid_ssm.cli.loading import loaded
+from hf_hybrid_ssm.cli.parsing import add_json, add_model, check_model_name, parser_of
 from hf_hybrid_ssm.cli.progress import progress
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("read", __doc__)
-    parser.add_argument(
-        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
-    )
+    add_model(parser)
     parser.add_argument("text", metavar="FILE", help="text in UTF-8 to read; - is the input")
     parser.add_argument("--context", type=Path, metavar="FILE", required=True, help="file to write")
-    add_teacher(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     parser.add_argument("--piece", type=int, default=4096, metavar="N", help="tokens at once (default: %(default)s)")
-    add_device(parser)
-    add_dtype(parser)
     add_json(parser)
     return parser
 
@@ -53,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
     from hf_hybrid_ssm.serving import save_context
 
-    tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
+    tokenizer, model = loaded(parser, args)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{args.model} holds an encoder-decoder, which reads its source at once.")
     tokens = tokenizer(text, return_tensors="pt", return_token_type_ids=False, verbose=False)["input_ids"]

@@ -7,7 +7,6 @@ from typing import Any
 import yaml
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
-from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
 from hf_hybrid_ssm.evaluation.recall_tasks import RECALL_FOLDER, with_tag
 from hf_hybrid_ssm.extras import install_command
 from hf_hybrid_ssm.hub.delta_files import is_delta
@@ -67,6 +66,17 @@ def evaluate(
     if data_folder is not None and include_path is not None:
         wanted = [_with_data(task, Path(include_path), Path(data_folder)) for task in tasks]
     return lm_eval.simple_evaluate(model, tasks=wanted, task_manager=manager, batch_size=batch_size, **options)
+
+
+def ask_git_only_within_a_repository() -> None:
+    """lm-eval notes the commit of the current folder in its results, by a process whose complaint reaches the user
+    ("fatal: not a git repository"). Outside of a repository it is not asked.
+    """
+    from lm_eval import evaluator
+
+    here = Path.cwd()
+    if not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        evaluator.get_git_commit_hash = lambda: None
 
 
 def _model_args(model: str, teacher: str | Path | None) -> dict[str, Any]:

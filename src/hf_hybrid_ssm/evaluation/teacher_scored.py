@@ -31,6 +31,19 @@ def teacher_scored_generation(
             f"vocab_size={model.config.vocab_size} of the model and {teacher.config.vocab_size} of the teacher differ."
         )
     draw = None if seed is None else torch.Generator().manual_seed(seed)
+    written = continuation(model, input_ids, new_tokens, draw)
+    return loss_by_position(teacher, written)[:, input_ids.shape[1] - 1 :]
+
+
+@torch.inference_mode()
+def continuation(
+    model: Any, input_ids: torch.Tensor, new_tokens: int, draw: torch.Generator | None = None
+) -> torch.Tensor:
+    """Prompts (B, L) and what a model writes after them: (B, L + new_tokens), on the CPU.
+
+    Args:
+        draw: of tokens from the model's distribution; None: the most probable token.
+    """
     training, cache, ids = model.training, None, [input_ids.cpu()]
     model.eval()
     try:
@@ -41,5 +54,4 @@ def teacher_scored_generation(
             ids.append(best if draw is None else torch.multinomial(logits.softmax(-1), 1, generator=draw))
     finally:
         model.train(training)
-    written = torch.cat(ids, dim=1)
-    return loss_by_position(teacher, written)[:, input_ids.shape[1] - 1 :]
+    return torch.cat(ids, dim=1)

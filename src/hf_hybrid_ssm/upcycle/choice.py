@@ -10,11 +10,10 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.students.configuration import key_value_groups
 from hf_hybrid_ssm.upcycle import divergence, recall
-from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
+from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_sensitivity, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, name_of, number_kept
 from hf_hybrid_ssm.upcycle.probe_prompts import WINDOWS, recall_prompts
 from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, rank_layers_by_recall, recall_of
-from hf_hybrid_ssm.upcycle.sensitivity import rank_layers_by_sensitivity
 from hf_hybrid_ssm.upcycle.teacher import Teacher, layers_of
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.evaluation.teacher_scored import continuation
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask
@@ -64,25 +64,46 @@ def rank_layers_by_kl(
 
 
 @torch.inference_mode()
+def rank_layers_by_sensitivity(
+    teacher: Teacher, texts: Sequence[torch.Tensor], progress: Callable[[Sequence[Any]], Any] | None = None
+) -> LayerRanking:
+    """The layers that see all tokens by how much the loss rises, in nats per token, when their attention adds nothing.
+
+    Args:
+        texts: token ids (B, L) each; a few thousand tokens are enough.
+        progress: wraps the sequence of layers, as `tqdm` does.
+    """
+    if not texts:
+        raise ValueError("texts is empty: give some token ids.")
+    model = teacher.model
+
+    def loss() -> float:
+        ids = [text.to(model.device) for text in texts]
+        return sum(model(text, labels=text, use_cache=False).loss.item() for text in ids) / len(ids)
+
+    def silent(module: Any, args: Any, output: Any) -> Any:
+        return (torch.zeros_like(output[0]), *output[1:])
+
+    whole, rises, layers = loss(), {}, teacher.layers
+    for layer in layers if progress is None else progress(layers):
+        hook = teacher.attention_of(layer).register_forward_hook(silent)
+        try:
+            rises[layer] = loss() - whole
+        finally:
+            hook.remove()
+    return ranking_of(rises, "sensitivity")
+
+
+@torch.inference_mode()
 def text_of(teacher: Teacher, rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """What a teacher writes, drawn from its own distribution after its first token, or a random one: (rows, length).
 
     Deterministic in `seed`; leaves the global random number generator alone.
     """
-    model, draw = teacher.model, torch.Generator().manual_seed(seed)
-    start = teacher.config.bos_token_id
+    draw, start = torch.Generator().manual_seed(seed), teacher.config.bos_token_id
     tokens = torch.randint(teacher.config.vocab_size, (rows, 1), generator=draw)
-    ids = [tokens if start is None else torch.full_like(tokens, start)]
-    training, cache = model.training, None
-    model.eval()
-    try:
-        while len(ids) < length:
-            output = model(ids[-1].to(model.device), use_cache=True, **{CACHE: cache})
-            cache = output[CACHE]
-            ids.append(torch.multinomial(output.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw))
-    finally:
-        model.train(training)
-    return torch.cat(ids, dim=1)
+    begin = tokens if start is None else torch.full_like(tokens, start)
+    return continuation(teacher.model, begin, length - 1, draw)
 
 
 def _log_distributions(teacher: Teacher, states: torch.Tensor, window: int) -> torch.Tensor:
