@@ -90,20 +90,14 @@ JOBS = {
     ),
     "lowest": Job("the tests with the lowest versions of the dependencies", ("-m tools.versions lowest",)),
     "newest": Job("the tests with the newest versions of the dependencies", ("-m tools.versions newest",)),
-    # With what pip resolves today a failure is only told; with the lowest transformers it counts.
     "smoke": Job(
         "two minutes with the lowest transformers, and with what pip resolves today",
-        ("-m tools.smoke resolved", "-m tools.smoke lowest"),
-        one_thread=False,
-    ),
-    "pasted": Job(
-        "README.md's tasks with what pip resolves today, pasted into bash and zsh (some minutes a shell)",
-        ("-m tools.smoke pasted",),
+        ("-m tools.versions smoke",),
         one_thread=False,
     ),
     "triton": Job(
         "the kernels with every version of Triton that is admitted: interpreted, compiled (hours)",
-        ("-m tools.triton_versions",),
+        ("-m tools.versions triton",),
         one_thread=False,
     ),
     "build": Job("the wheel and the source distribution in dist/", ("-m hatchling build",), one_thread=False),

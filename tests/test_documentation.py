@@ -1,14 +1,17 @@
 """What the documentation shows runs, what it links exists, what it counts was measured."""
 
 import ast
+import importlib
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from benchmarks.tables import rendered
 from hf_hybrid_ssm.models.families import FAMILIES
@@ -149,148 +152,114 @@ def test_figures_that_configurations_name_are_there(config):
         assert (ROOT / named).is_file() or (ROOT / f"{named}.json").is_file(), named
 
 
+# how a configuration's name begins → its recipe, and what the recipe has to be told besides
+RECIPES = {
+    "checkpoints/spade-encoder": ("pretrain_mlm",),
+    "checkpoints/spade-seq2seq": ("pretrain_seq2seq",),
+    "compare/": ("compare",),
+    "glue/baselines": ("glue_baselines",),
+    "glue/": ("finetune_glue", "from_scratch=false", "model_name_or_path=null", "model_type=spade"),
+    "length/rare_words": ("rare_words",),
+    "length/": ("length_extrapolation",),
+    "lm_eval/": ("lm_eval_table",),
+    "lmu_isa/ladder": ("scaling_law",),
+    "lmu_isa/per_token": ("per_token_loss",),
+    "lra/spade": ("compare_lra",),
+    "lra/": ("lra",),
+    "mlm/": ("pretrain_mlm",),
+    "mqar/": ("mqar",),
+    "recall/": ("first_token_recall",),
+    "seq2seq/": ("pretrain_seq2seq",),
+    "sft/": ("sft", "model_name_or_path=FOLDER"),
+    "spade/wikitext103": ("word_lm",),
+    "summarization/": ("finetune_summarization",),
+    "upcycle/gaps": ("upcycling_gaps",),
+    "upcycle/kinds_training": ("recall_training", "teacher=FOLDER"),
+    "upcycle/kinds": ("recall_kinds", "teacher=FOLDER"),
+    "upcycle/recall": ("upcycling_recall",),
+    "upcycle/report": ("upcycling_report", "teacher=FOLDER"),
+    "upcycle/": ("upcycle",),
+    "": ("pretrain_clm",),
+}
+OF_TRAINED_MODELS = ("length/families_books", "lmu_isa/per_token_cpu")  # which other recipes train
+# recipes that train variants by another recipe's settings, and what is their own in a variant
+BY_ANOTHER = {"compare": "pretrain_clm", "length_extrapolation": "pretrain_clm", "scaling_law": "pretrain_clm"}
+BY_ANOTHER |= {"upcycling_gaps": "upcycle"}
+OF_GAPS = {"from_scratch", "teacher_goes_on", "intermediate_size"}
+
+
+def classes_of(name):
+    """The classes of arguments that a recipe hands to `start`."""
+    module = importlib.import_module(name)
+    calls = (node for node in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(node, ast.Call))
+    (call,) = (node for node in calls if ast.unparse(node.func) == "start")
+    return tuple(getattr(module, argument.id) for argument in call.args[2:])
+
+
+def variants_of(arguments):
+    """The settings of each model that a comparison trains."""
+    from compare import merged
+
+    groups = arguments.families.values() if hasattr(arguments, "families") else [arguments.variants]
+    overs = [over for group in groups for over in group.values()]
+    return [{k: v for k, v in merged(arguments.base, over).items() if k not in OF_GAPS} for over in overs]
+
+
 @pytest.mark.parametrize("config", OF_RECIPES, ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     """As they stand, on a machine without an accelerator as on one that has it: settings are known to the recipe of
     their folder, and model fields to their configuration."""
-    from _lib.documents import DataArguments
     from _lib.settings import filled, read_settings
-    from compare import CompareArguments, merged
-    from compare_lra import CompareLraArguments, settings_of
-    from finetune_glue import GlueArguments
-    from finetune_summarization import SummarizationArguments
-    from first_token_recall import RecallArguments
-    from glue_baselines import BaselineArguments
-    from length_extrapolation import ExtrapolationArguments
-    from lm_eval_table import TableArguments
-    from lra import LraArguments
-    from mqar import MqarArguments, fields_of
-    from per_token_loss import PerTokenArguments
-    from pretrain_clm import ModelArguments
-    from pretrain_mlm import MaskingArguments
-    from pretrain_seq2seq import SpanArguments
-    from rare_words import RareWordsArguments
-    from scaling_law import ScalingArguments
-    from transformers import CONFIG_MAPPING, Seq2SeqTrainingArguments, TrainingArguments
-    from word_lm import WordArguments
 
     monkeypatch.chdir(tmp_path)  # away from the checkpoints of earlier runs
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
-    pretraining = (ModelArguments, DataArguments, TrainingArguments)
-    models = []
-    if config.parent.name == "compare":
-        (arguments,) = read_settings("compare.py", (CompareArguments,), [str(config)])
-        for over in arguments.variants.values():
-            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
-            models.append(filled(pretraining, settings)[0])
-    elif config.parent.name == "upcycle":
-        from recall_kinds import RecallKindsArguments
-        from recall_training import RecallTrainingArguments
-        from upcycle import UpcycleArguments
-        from upcycling_gaps import GapArguments
-        from upcycling_recall import UpcyclingRecallArguments
-        from upcycling_report import ReportArguments
-
-        classes = (UpcycleArguments, DataArguments, TrainingArguments)
-        if config.stem.startswith("gaps"):
-            (arguments,) = read_settings("upcycling_gaps.py", (GapArguments,), [str(config)])
-            for over in arguments.variants.values():
-                settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
-                kinds = {"from_scratch", "teacher_goes_on", "intermediate_size"}
-                filled(classes, {k: v for k, v in settings.items() if k not in kinds})
-        elif config.stem.startswith("report"):
-            (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-            read_settings("upcycling_report.py", (ReportArguments,), [str(config), "teacher=FOLDER"])
-        elif config.stem.startswith("kinds_training"):
-            read_settings(
-                "recall_training.py", (RecallTrainingArguments, TrainingArguments), [str(config), "teacher=A"]
-            )
-        elif config.stem.startswith("kinds"):
-            read_settings("recall_kinds.py", (RecallKindsArguments,), [str(config), "teacher=FOLDER"])
-        elif config.stem.startswith("recall"):
-            known = (UpcyclingRecallArguments, TrainingArguments)
-            read_settings("upcycling_recall.py", known, [str(config)])
-        else:
-            read_settings("upcycle.py", classes, [str(config)])
-    elif config.parent.name == "mqar":
-        arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config)])
-        for given in arguments.models.values():
-            family, fields = fields_of(given, 64, arguments.vocab_size)
-            models.append(ModelArguments(family, config=fields))
-    elif config == ROOT / "recipes/configs/length/families_books.yaml":
-        with pytest.raises(FileNotFoundError, match="no such folder"):  # of models that compare.py trains
-            read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
-    elif config.parent.name == "recall":
-        classes = (RecallArguments, TrainingArguments)
-        arguments, _ = read_settings("first_token_recall.py", classes, [str(config)])
-        for fields in (arguments.config | fields for fields in arguments.models.values()):
-            models.append(ModelArguments(fields.pop("model_type"), config=fields))
-    elif config.stem == "rare_words":
-        (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-        read_settings("rare_words.py", (RareWordsArguments,), [str(config)])
-    elif config.parent.name == "length":
-        (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-        (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
-        for over in arguments.variants.values():
-            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
-            models.append(filled(pretraining, settings)[0])
-    elif config.parent.name == "lm_eval":
-        (tmp_path / "lm_eval_tasks").mkdir()
-        read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
-    elif config.parent.name == "lra" and config.stem.startswith("spade"):
-        (arguments,) = read_settings("compare_lra.py", (CompareLraArguments,), [str(config)])
-        for settings in settings_of(arguments).values():
-            parsed = filled((LraArguments, TrainingArguments), settings)
-            models.append(parsed[0])
-    elif config.parent.name == "lra":
-        monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
-        models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config)])[0])
-    elif "seq2seq" in (config.parent.name, *config.stem.split("-")):
-        classes = (SpanArguments, DataArguments, TrainingArguments)
-        models.append(read_settings("pretrain_seq2seq.py", classes, [str(config)])[0])
-    elif config.parent.name == "mlm":
-        classes = (MaskingArguments, DataArguments, TrainingArguments)
-        models.append(read_settings("pretrain_mlm.py", classes, [str(config)])[0])
-    elif config.stem == "wikitext103":
-        classes = (ModelArguments, WordArguments, TrainingArguments)
-        models.append(read_settings("word_lm.py", classes, [str(config)])[0])
-    elif config.stem == "ladder_cpu":
-        (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
-        for over in (over for members in arguments.families.values() for over in members.values()):
-            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
-            models.append(filled(pretraining, settings)[0])
-    elif config.stem == "per_token_cpu":
-        with pytest.raises(FileNotFoundError, match="no such folder"):  # read to the checkpoints, which are not here
-            read_settings("per_token_loss.py", (PerTokenArguments,), [str(config)])
-    elif config == ROOT / "recipes/configs/glue/baselines.yaml":
-        read_settings("glue_baselines.py", (BaselineArguments,), [str(config)])
-    elif config.parent.name == "glue":
-        classes = (GlueArguments, TrainingArguments)
-        read_settings(
-            "finetune_glue.py",
-            classes,
-            [str(config), "from_scratch=false", "model_name_or_path=null", "model_type=spade"],
-        )
-    elif config.parent.name == "sft":
+    monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "lm_eval_tasks").mkdir()
+    known = config.relative_to(ROOT / "recipes/configs").with_suffix("").as_posix()
+    recipe, *more = next(found for begin, found in RECIPES.items() if known.startswith(begin))
+    if recipe == "sft":
         pytest.importorskip("trl")
-        from sft import SftArguments, SFTConfig
+    read = partial(read_settings, f"{recipe}.py", classes_of(recipe))
+    if known in OF_TRAINED_MODELS:
+        with pytest.raises(FileNotFoundError, match="no such folder"):
+            read([str(config)])
+        return
+    arguments, *_ = read([str(config), *more])
+    models = [arguments] if getattr(arguments, "model_type", None) and recipe != "finetune_glue" else []
+    if recipe in BY_ANOTHER:
+        of_recipe = classes_of(BY_ANOTHER[recipe])
+        settings = [each | {"output_dir": str(tmp_path)} for each in variants_of(arguments)]
+        models = [filled(of_recipe, each)[0] for each in settings]
+        models = [] if recipe == "upcycling_gaps" else models  # whose students are made of a teacher
+    elif recipe == "compare_lra":
+        from compare_lra import settings_of
 
-        read_settings("sft.py", (SftArguments, SFTConfig), [str(config), "model_name_or_path=FOLDER"])
-        with pytest.raises(ValueError, match="model_name_or_path"):
-            read_settings("sft.py", (SftArguments, SFTConfig), [str(config)])
-    elif config.parent.name == "summarization":
-        classes = (SummarizationArguments, Seq2SeqTrainingArguments)
-        arguments, _ = read_settings("finetune_summarization.py", classes, [str(config)])
-        if arguments.model_type is not None:
-            models.append(ModelArguments(arguments.model_type, config=arguments.config))
-    else:
-        models.append(read_settings("pretrain_clm.py", pretraining, [str(config)])[0])
+        models = [filled(classes_of("lra"), settings)[0] for settings in settings_of(arguments).values()]
+    elif recipe in ("mqar", "first_token_recall"):
+        from mqar import fields_of
+
+        def of_model(given):
+            if recipe == "mqar":
+                return fields_of(given, 64, arguments.vocab_size)
+            return given.pop("model_type"), arguments.config | given
+
+        families = (of_model(dict(given)) for given in arguments.models.values())
+        models = [SimpleNamespace(model_type=family, preset=None, config=fields) for family, fields in families]
     for model in models:
         config_class = CONFIG_MAPPING[model.model_type]
-        if model.preset is None:
+        if getattr(model, "preset", None) is None:
             config_class(**model.config)
         else:
             config_class.preset(model.preset, **model.config)
+
+
+def test_a_folder_is_needed_to_fine_tune_a_chat_model():
+    pytest.importorskip("trl")
+    from _lib.settings import read_settings
+
+    with pytest.raises(ValueError, match="model_name_or_path"):
+        read_settings("sft.py", classes_of("sft"), [str(ROOT / "recipes/configs/sft/local.yaml")])
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/families").glob("*.md")), ids=lambda path: path.stem)

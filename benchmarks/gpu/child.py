@@ -21,8 +21,7 @@ Cases = dict[str, Callable[[], dict]]
 def run_cases(settings: Settings, store: Store, until: float, chosen: re.Pattern[str] = re.compile("")) -> int:
     """DONE, OUT_OF_TIME (`until`, in seconds since the epoch, has come) or FATAL: the GPU needs a new process.
 
-    A part gets its share of the time; once all had theirs, what is left is done in the same order. Only cases run in
-    whose names, after their part's, `chosen` is found.
+    Only cases run in whose names, after their part's, `chosen` is found.
 
     When the process that started this one has been killed, the next run does the rest: two must not measure at once.
     """
@@ -32,29 +31,26 @@ def run_cases(settings: Settings, store: Store, until: float, chosen: re.Pattern
     parent = os.getppid()
     cases = {part: cases_of(part, settings, store) for part in PARTS}
     store.name({part: list(found) for part, found in cases.items()})
-    for is_shared in (True, False):
-        for part in PARTS:
-            known = store.cases(part)
-            for case, run in cases[part].items():
-                if is_shared and store.seconds(part) >= PARTS[part].seconds:
-                    break
-                if case in known or not chosen.search(f"{part}: {case}"):
-                    continue
-                if time.time() > until or os.getppid() != parent:
-                    return OUT_OF_TIME
-                store.begin(part, case)
-                if settings.device == "cuda":  # the models of the case before
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                begin, before = time.perf_counter(), compilations.count(False)
-                figures, fatal = attempt(run, settings, part)
-                figures["wall_seconds"] = round(time.perf_counter() - begin, 2)
-                if compiled := compilations.count(False) - before:
-                    figures["programs_compiled"] = compiled
-                store.record(part, case, figures)
-                print(f"{part}: {case}: {figures.get('error', 'ok')} ({figures['wall_seconds']:.1f} s)", flush=True)
-                if fatal:
-                    return FATAL
+    for part in PARTS:
+        known = store.cases(part)
+        for case, run in cases[part].items():
+            if case in known or not chosen.search(f"{part}: {case}"):
+                continue
+            if time.time() > until or os.getppid() != parent:
+                return OUT_OF_TIME
+            store.begin(part, case)
+            if settings.device == "cuda":  # the models of the case before
+                gc.collect()
+                torch.cuda.empty_cache()
+            begin, before = time.perf_counter(), compilations.count(False)
+            figures, fatal = attempt(run, settings, part)
+            figures["wall_seconds"] = round(time.perf_counter() - begin, 2)
+            if compiled := compilations.count(False) - before:
+                figures["programs_compiled"] = compiled
+            store.record(part, case, figures)
+            print(f"{part}: {case}: {figures.get('error', 'ok')} ({figures['wall_seconds']:.1f} s)", flush=True)
+            if fatal:
+                return FATAL
     return DONE
 
 

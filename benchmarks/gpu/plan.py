@@ -1,4 +1,4 @@
-"""The plan of fifteen minutes on a card: its parts in order, their shares of the time, and what each case is about.
+"""The plan of a run on a card: its parts in order, and what each case is about.
 
 All of it is known before anything heavy is imported.
 """
@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BUDGET = 900  # seconds in all: starts of machines, calls, and what passes between them
-START = 120  # what a machine takes to start, at the most
-FIRST_CALL = 530  # so long a call lasts at the most: with a start, it leaves what another start asks for
-PAUSE = 30  # between two calls, and what a call takes to begin and to end
+SECONDS = 530  # so long a call lasts by default
 LONGEST_CASE = 60  # a case that takes longer is ended; compiling is the most of it
 MODELS = ("ops", "layers", "models")
 
@@ -22,27 +19,25 @@ class Part:
     """
     Args:
         about: what it says, in a few words.
-        seconds: its share; what is left of its cases then waits until all parts had theirs.
         sources: files and folders below src/hf_hybrid_ssm. A case that begins with an op's name is about this op too.
         is_interpreted: whether a rehearsal runs its Triton kernels in the interpreter; the rest runs in torch.
     """
 
     about: str
-    seconds: int
     sources: tuple[str, ...] = ()
     is_interpreted: bool = False
 
 
 # in this order: what is wrong is found before anything is timed, and what decides most is timed first
 PARTS = {
-    "doctor": Part("what is installed, and every kernel's self-check", 60, ("doctor.py",), is_interpreted=True),
-    "parity": Part("every kernel against float64", 100, is_interpreted=True),
-    "models": Part("every family and head against the CPU", 80, MODELS),
-    "peaks": Part("copy bandwidth and rate of matrix products", 10),
-    "scan": Part("the Longhorn scan", 170, ("ops/core", "ops/longhorn_scan")),
-    "decoding": Part("a decoded token", 120, MODELS),
-    "training": Part("a training step and its memory", 120, MODELS),
-    "inspection": Part("a small scan under NVIDIA's tools", 60, ("ops/core", "ops/longhorn_scan")),
+    "doctor": Part("what is installed, and every kernel's self-check", ("doctor.py",), is_interpreted=True),
+    "parity": Part("every kernel against float64", is_interpreted=True),
+    "models": Part("every family and head against the CPU", MODELS),
+    "peaks": Part("copy bandwidth and rate of matrix products"),
+    "scan": Part("the Longhorn scan", ("ops/core", "ops/longhorn_scan")),
+    "decoding": Part("a decoded token", MODELS),
+    "training": Part("a training step and its memory", MODELS),
+    "inspection": Part("a small scan under NVIDIA's tools", ("ops/core", "ops/longhorn_scan")),
 }
 DONE, OUT_OF_TIME, FATAL = 0, 3, 4
 """How a process that runs the cases ends."""
@@ -56,7 +51,14 @@ FOLDERS = {
     "linear_step": "linear_scan",
     "attention_step": "local_attention",
 }
-SHARED = ("gpu/settings.py", "gpu/comparing.py", "gpu/families.py", "timing/__init__.py", "timing/models.py")
+SHARED = (
+    "gpu/settings.py",
+    "gpu/comparing.py",
+    "gpu/families.py",
+    "timing/__init__.py",
+    "timing/models.py",
+    "rounds.py",
+)
 """Below benchmarks/, what the cases of any part may use."""
 
 

@@ -3,9 +3,7 @@
 import platform
 import re
 from importlib.metadata import version
-from pathlib import Path
 
-from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
@@ -16,26 +14,24 @@ ABOUT = ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm
 Cases = dict[str, dict]
 
 
-def asked_of(store: Store, chosen: re.Pattern[str]) -> tuple[Cases, list[str]]:
-    """What is on record of the cases that were asked for, and those that have not run."""
-    names = [(part, case) for part, cases in store.names().items() for case in cases]
-    found = {f"{part}: {case}": figures for part in PARTS for case, figures in store.cases(part).items()}
-    asked = {name: figures for name, figures in found.items() if chosen.search(name)}
-    every = [f"{part}: {case}" for part, case in names]
-    return asked, [name for name in every if chosen.search(name) and name not in asked]
+def asked_of(store: Store, chosen: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The cases that were asked for, by name: those that failed, and those that have not run."""
+    every = {f"{part}: {case}" for part, cases in store.names().items() for case in cases}
+    found = {f"{part}: {case}" for part in PARTS for case in store.cases(part)}
+    waiting = [name for name in every - found if chosen.search(name)]
+    if not waiting and not any(map(chosen.search, found)):
+        raise ValueError(f"--cases {chosen.pattern!r} is found in no case")
+    return [name for name in store.failures() if chosen.search(name)], waiting
 
 
-def write_report(store: Store, settings: Settings, clock: Clock) -> Path:
-    """gpu.md beside the results."""
+def page(store: Store, settings: Settings) -> str:
     found = {part: store.cases(part) for part in PARTS}
-    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(store), "", clock.account(), ""])
+    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(store), ""])
     for part, cases in found.items():
         table = TABLES.get(part, lambda *_: "")(cases, found["peaks"])
         if table or failures(cases):
             text += f"\n## {part.capitalize()}: {PARTS[part].about}\n\n{table}{failed(cases)}"
-    path = store.folder / "gpu.md"
-    path.write_text(text, encoding="utf-8")
-    return path
+    return text
 
 
 def made(store: Store, settings: Settings) -> str:
@@ -59,17 +55,16 @@ def failed(cases: Cases) -> str:
 
 
 def overview(store: Store) -> str:
-    """Of each part; results that another device or a change of the sources put aside are in the part's file alone."""
     names = store.names()
     rows = []
-    for part, planned in PARTS.items():
+    for part in PARTS:
         cases = store.cases(part)
         waiting = len(set(names.get(part, [])) - set(cases))
-        figures = [len(cases), len(failures(cases)), waiting, f"{store.seconds(part):.0f} of {planned.seconds}"]
-        compiled = sum(found.get("programs_compiled", 0) for found in cases.values())
-        rows.append([part, *figures, compiled, len(store.superseded(part))])
-    head = ["part", "cases", "failed", "to be run", "seconds", "programs compiled", "superseded"]
-    return markdown_table(head, rows)
+        seconds, compiled = (
+            sum(each.get(key, 0) for each in cases.values()) for key in ("wall_seconds", "programs_compiled")
+        )
+        rows.append([part, len(cases), len(failures(cases)), waiting, f"{seconds:.0f}", compiled])
+    return markdown_table(["part", "cases", "failed", "to be run", "seconds", "programs compiled"], rows)
 
 
 def good(cases: Cases) -> Cases:
@@ -131,16 +126,8 @@ def training(cases: Cases, peak: Cases) -> str:
     rows = []
     for name, found in good(cases).items():
         ours, llama = found["peak_megabytes"].values()
-        rows.append(
-            [
-                name,
-                f"{found['tokens_per_second']:,}",
-                f"{found['time_over_ours'].get('Llama', '')}x",
-                share(found["teraflops"], limit),
-                f"{ours:,}",
-                f"{llama:,}",
-            ]
-        )
+        ratio, rate = f"{found['time_over_ours'].get('Llama', '')}x", share(found["teraflops"], limit)
+        rows.append([name, f"{found['tokens_per_second']:,}", ratio, rate, f"{ours:,}", f"{llama:,}"])
     head = ["model, rows", "tokens / s", "times as fast as Llama", "of the products' rate", "peak MB", "Llama's"]
     return markdown_table(head, rows)
 

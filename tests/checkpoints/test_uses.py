@@ -1,4 +1,4 @@
-"""What people do with a checkpoint, with whatever versions are installed: also the smoke test of `tools/smoke.py`."""
+"""What people do with a checkpoint, with whatever versions are installed: also in `python -m tools.versions smoke`."""
 
 import json
 from functools import cache

@@ -18,7 +18,7 @@ import pytest
 
 from tests.ops.kernel_cases import spills_of
 from tests.reporting import THOROUGH
-from tools.triton_versions import VERSIONS
+from tools.versions import TRITON as VERSIONS
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
