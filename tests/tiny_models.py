@@ -116,6 +116,31 @@ EVERY: dict[str, tuple[str, dict]] = VARIANTS | {
     "longhorn untied": ("longhorn", {**LONGHORN, "tie_word_embeddings": False}),
     "lmu-isa untied": ("lmu_isa", {**LMU, "tie_word_embeddings": False}),
 }
+# language models of options that the rows above lack, for the invariances alone
+RARER: dict[str, tuple[str, dict]] = {
+    "bst mf s5": ("bst", {**BST, "context_variant": "mf", "ssm_type": "s5"}),
+    "bst sh unstructured": ("bst", {**BST, "ssm_type": "unstructured", "filter_length": 7}),
+    "bst block-recurrent, mf without scales": (
+        "bst",
+        {**BST, **BLOCK_RECURRENT, "recurrent_num_states": 3, "context_variant": "mf", "qk_norm": False}
+        | {"attend_self": True, "zero_kv_sink": False},
+    ),
+    "spade s4 alone": ("spade", {**SPADE, "sliding_window": 1, "ssm_layers": [0, 1]}),
+    "spade s4d chunk summed": ("spade", {**SPADE, "ssm_type": "s4d", "attention_type": "chunk", "ssm_merge": "add"}),
+    "spade s5 beneath attention": ("spade", {**SPADE, "ssm_type": "s5", "ssm_merge": "stack", "ssm_layers": [1]}),
+    "spade ema in all layers": (
+        "spade",
+        {**SPADE, "ssm_type": "ema", "ssm_state_size": 4, "ssm_layers": [0, 1], "relative_bias_scope": "per_layer"},
+    ),
+    "spade lstm chunk": (
+        "spade",
+        {**SPADE, "ssm_type": "lstm", "attention_type": "chunk", "relative_bias_scope": "none"},
+    ),
+    "spade adaptive, scaled": (
+        "spade",
+        {**SPADE, "adaptive_cutoffs": [20, 40], "adaptive_factor": 2, "scale_embedding": True},
+    ),
+}
 # each family once, for what is slow
 FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4 trained", "encoder-decoder"]
 # a language model of every kind of layer, for what asks each family the same: the rows of the matrix of the ecosystem
@@ -149,7 +174,7 @@ HEADS_OF[STUDENTS] = {"MODEL": "HybridStudentModel", "MODEL_FOR_CAUSAL_LM": "Hyb
 
 
 def config_of(variant: str, **fields) -> PreTrainedConfig:
-    model_type, own = EVERY[variant]
+    model_type, own = RARER.get(variant) or EVERY[variant]
     return AutoConfig.for_model(model_type, **{**TOKENS, **own, **fields})
 
 

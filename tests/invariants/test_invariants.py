@@ -9,12 +9,15 @@ from random import Random
 import pytest
 
 from tests.invariants.cases import CASES, COMBINATIONS
-from tests.tiny_models import language_model
+from tests.tiny_models import RARER, language_model
 
 DRAWS = 2
+OF_LAYERS = ("split", "padding", "padded_turns", "packing", "batch", "beam_reorder", "rollback", "saved_and_loaded")
 
 
-@pytest.mark.parametrize(("case", "variant"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("case", "variant"), COMBINATIONS + [(case, variant) for variant in RARER for case in OF_LAYERS]
+)
 def test_invariance(case, variant):
     for draw in range(DRAWS):
         seed = zlib.crc32(f"{case} {variant} {draw}".encode())
