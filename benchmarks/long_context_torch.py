@@ -16,7 +16,7 @@ import hf_hybrid_ssm
 from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.rounds import reading, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.students.attention import OF_WINDOW
 
 FORMS: dict[str, tuple[str, int | None]] = {

@@ -11,7 +11,7 @@ import pytest
 from tests.invariants.cases import CASES, COMBINATIONS
 from tests.tiny_models import language_model
 
-DRAWS = 2
+DRAWS = 4
 
 
 @pytest.mark.parametrize(("case", "variant"), COMBINATIONS)

@@ -6,14 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_hybrid_ssm.models.cache import (
-    RecurrentStateLayer,
-    StateAndKeysLayer,
-    WindowLayer,
-    is_recurrent_state_layer,
-    state_layer,
-)
+from hf_hybrid_ssm.models.cache import WindowLayer, is_recurrent_state_layer, state_layer
 from hf_hybrid_ssm.models.packing import packed_rows
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StateAndKeysLayer
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import (
     VARIANTS,

@@ -25,7 +25,7 @@ from hf_hybrid_ssm.hub.fingerprint import bytes_of
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
+from hf_hybrid_ssm.models.outputs import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
 from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code, weights_fingerprint

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hf_hybrid_ssm.models.cache_names import CACHE
-from hf_hybrid_ssm.models.prefix_reading import say_once
+from hf_hybrid_ssm.models.generation import say_once
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.serving.model_identity import identity_now
 from hf_hybrid_ssm.serving.prefix_folder import PrefixFolder
 from hf_hybrid_ssm.serving.prefix_request import Request

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask

@@ -16,7 +16,7 @@ from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_atte
 
 
 class WindowAttention(nn.Module):
-    """Attention to the W tokens before: all that a "sliding_attention" layer attends to.
+    """Attention to the W tokens before: all that a "window_attention" layer attends to.
 
     Queries and keys are L2-normalised; the logits, T5's bias included, are multiplied by a learned scale per head, as
     in the official code of Block-Recurrent Transformers (arXiv 2203.07852).

@@ -38,11 +38,11 @@ from hf_hybrid_ssm.ops.core.rows import Rows
 INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
 
 
-def _attention(config: BstConfig, block_type: str) -> WindowAttention:
+def _attention(config: BstConfig, kind: str) -> WindowAttention:
     """What a layer of this type attends with."""
-    if block_type == "bst":
+    if kind == "bst":
         return ContextAttention(config) if config.retrieval_k is None else RetrievingAttention(config)
-    return RecurrentAttention(config) if block_type == "block_recurrent" else WindowAttention(config)
+    return RecurrentAttention(config) if kind == "block_recurrent" else WindowAttention(config)
 
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
@@ -52,7 +52,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = _attention(config, config.block_types[layer_idx])
+        self.attention = _attention(config, config.layer_types[layer_idx])
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         sizes = config.hidden_size, config.intermediate_size
         self.feed_forward = FeedForward(*sizes, ACT2FN[config.hidden_act], bias=False)
@@ -115,7 +115,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.is_bidirectional = config.bidirectional
         # the more documents, the more blocks
-        kinds, has_memory = set(config.block_types), config.retrieval_k is not None
+        kinds, has_memory = set(config.layer_types), config.retrieval_k is not None
         is_block_by_block = "bst" in kinds and (config.context_variant == "mf" or has_memory)
         self.counts_documents = "block_recurrent" in kinds or is_block_by_block
         self.gradient_checkpointing = False

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import EncoderDecoderCache
 
 from hf_hybrid_ssm.models.cache import state_layer
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -24,7 +23,6 @@ class SpadeCrossAttention(nn.Module):
         sizes = (config.hidden_size, config.hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
-    @by_both_cache_names
     def forward(
         self,
         x: torch.Tensor,

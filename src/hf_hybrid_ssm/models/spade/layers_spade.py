@@ -17,7 +17,6 @@ from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
@@ -175,7 +174,6 @@ class SpadeBlock(GradientCheckpointingLayer):
         self.feed_forward_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
