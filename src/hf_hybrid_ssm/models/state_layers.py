@@ -175,9 +175,9 @@ class RecurrentStateLayer(CacheLayerMixin):
     def copy(self) -> Self:
         """With tensors of its own, each of no more memory than its numbers; without a recorded past."""
         twin = copy.copy(self)
-        twin.states = {name: _own(state) for name, state in self.states.items()}
-        twin.packing_state = {name: _own(note) for name, note in self.packing_state.items()}
-        twin.seen_tokens, twin.history = _own(self.seen_tokens), []
+        twin.states = {name: own_tensor(state) for name, state in self.states.items()}
+        twin.packing_state = {name: own_tensor(note) for name, note in self.packing_state.items()}
+        twin.seen_tokens, twin.history = own_tensor(self.seen_tokens), []
         return twin
 
     def reset(self) -> None:
@@ -366,6 +366,7 @@ def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _own(tensor: Any) -> Any:
+def own_tensor(tensor: Any) -> Any:
+    """A copy of a tensor of no more memory than its numbers; anything else as it is."""
     is_tensor = isinstance(tensor, torch.Tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format) if is_tensor else tensor
