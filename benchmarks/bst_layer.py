@@ -17,11 +17,11 @@ from hf_hybrid_ssm.models.bst.modeling_bst import BstAttention, BstModel
 
 SHAPE = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "sliding_window": 128, "ssm_state_size": 16}
 LAYERS = {
-    "SH": {"block_types": ["bst"], "context_variant": "sh"},
-    "MH": {"block_types": ["bst"], "context_variant": "mh"},
-    "MF": {"block_types": ["bst"], "context_variant": "mf"},
-    "sliding attention": {"block_types": ["sliding_attention"]},
-    "Block-Recurrent": {"block_types": ["block_recurrent"]},
+    "SH": {"layer_types": ["bst"], "context_variant": "sh"},
+    "MH": {"layer_types": ["bst"], "context_variant": "mh"},
+    "MF": {"layer_types": ["bst"], "context_variant": "mf"},
+    "sliding attention": {"layer_types": ["window_attention"]},
+    "Block-Recurrent": {"layer_types": ["block_recurrent"]},
 }
 
 

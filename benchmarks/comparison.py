@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 
 TOLERANCE = 1e-4  # of the standard deviation of the logits; roundings of float32 reach 3e-5 of it
 SPREAD = 0.7  # of the matrices: wide, so that every layer and every state tells in the logits
@@ -54,7 +54,7 @@ OURS: dict[str, dict[str, Any]] = {
     "Longhorn": {"model_type": "longhorn", "hidden_size": 32, "num_hidden_layers": 2},
     "Longhorn, with attention": {
         "model_type": "longhorn",
-        "block_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["longhorn", "window_attention", "full_attention"],
         "hidden_size": 32,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, LonghornConfig, LonghornForCausalLM
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 
 LAYERS = 24
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": LAYERS}

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 import hf_hybrid_ssm
 from benchmarks.rounds import forget_peak, peak_bytes, reading, resident_bytes, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.students.attention import OF_WINDOW
 
 FORMS: dict[str, tuple[str, int | None]] = {

@@ -32,7 +32,7 @@ from hf_hybrid_ssm.serving.context import load_context, save_context
 MARKS = (100, 1_000, 10_000, 100_000, 1_000_000)
 SAVE_EVERY = 50_000
 PIECE = 1000
-WINDOWS = {"block_types": ["linear_attention", "sliding_attention"], "sliding_window": 64, "num_attention_heads": 4}
+WINDOWS = {"layer_types": ["longhorn", "window_attention"], "sliding_window": 64, "num_attention_heads": 4}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Longhorn": ("longhorn", {}),
     "Longhorn, a window in layer 1": ("longhorn", WINDOWS),

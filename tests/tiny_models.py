@@ -36,7 +36,7 @@ LMU |= {"post_intermediate_size": 40, "num_attention_heads": 4}
 SPADE = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPADE |= {"sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8}
 SEQ2SEQ = {**SPADE, "num_decoder_layers": 2, "max_target_positions": 64}
-HYBRID = {"block_types": ["linear_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 2}
+HYBRID = {"layer_types": ["longhorn", "window_attention", "full_attention"], "num_key_value_heads": 2}
 HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
 STUDENT = {"teacher_type": "qwen3", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
 STUDENT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3}
@@ -44,7 +44,7 @@ STUDENT |= {"tie_word_embeddings": True, "max_position_embeddings": 2048}
 STUDENT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 WINDOW = {"attention": "window", "window": 5, "sink": "constant"}
 FIRST_TOKEN = {**WINDOW, "sink": "first_token"}
-BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
+BLOCK_RECURRENT = {"ssm_layers": None, "layer_types": ["block_recurrent", "window_attention", "bst"]}
 
 
 def of_student(*layers: dict, **beside) -> dict:
@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "filter_length": 16}),
     "longhorn + full attention": (
         "longhorn",
-        {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
+        {**LONGHORN, "layer_types": ["full_attention", "longhorn", "longhorn"]},
     ),
     "student: windows and a full layer": (
         STUDENTS,
@@ -246,7 +246,7 @@ def shallow_language_model(variant: str) -> PreTrainedModel:
     if config.is_encoder_decoder:
         config.num_decoder_layers, base.decoder.layers = 1, base.decoder.layers[:1]
         return model
-    kinds = getattr(config, "block_types", None) or ["lmu_isa"]
+    kinds = getattr(config, "layer_types", None) or ["lmu_isa"]
     config.num_hidden_layers = len(set(kinds))  # all kinds come before one comes again
     base.layers = base.layers[: config.num_hidden_layers]
     return model
@@ -295,7 +295,7 @@ WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
 WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
-BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"], "recurrent_num_states": 12}
+BRECT = {"ssm_layers": None, "layer_types": ["window_attention", "block_recurrent"], "recurrent_num_states": 12}
 WIDE_WINDOW = {**WINDOW, "window": 20}
 WIDE_STUDENT = of_student({**WIDE_WINDOW, "groups": [1]}, {"attention": "full"}, attn_scale=0.3, floor_scale=4)
 WIDE_STUDENT |= {"num_hidden_layers": 2}

@@ -13,17 +13,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 
 FAMILIES = ("Longhorn", "SPADE", "BST sliding", "BST SH", "BST MF", "Block-Recurrent", "LMU-ISA")
 PEERS = ("Llama", "Mamba")
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 BST_LAYERS: dict[str, dict[str, Any]] = {
-    "BST sliding": {"block_types": "sliding_attention"},
-    "BST SH": {"block_types": "bst"},
-    "BST MF": {"block_types": "bst", "context_variant": "mf"},
-    "Block-Recurrent": {"block_types": "block_recurrent"},
+    "BST sliding": {"layer_types": "window_attention"},
+    "BST SH": {"layer_types": "bst"},
+    "BST MF": {"layer_types": "bst", "context_variant": "mf"},
+    "Block-Recurrent": {"layer_types": "block_recurrent"},
 }
 
 
@@ -44,7 +44,7 @@ def config_fields(name: str, width: int, depth: int, window: int = 512) -> tuple
     wide = {**common, **heads, **NO_DROPOUT, "intermediate_size": 4 * width, "sliding_window": window}
     if name == "SPADE":
         return "spade", {**wide, "embedding_dropout": 0.0}
-    layers = {**BST_LAYERS[name], "block_types": [BST_LAYERS[name]["block_types"]] * depth}
+    layers = {**BST_LAYERS[name], "layer_types": [BST_LAYERS[name]["layer_types"]] * depth}
     own = {"head_dim": head, "final_dropout": 0.0, "recurrent_num_states": window}
     return "bst", {**wide, **own, **layers}
 

@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.families import FAMILIES, OTHERS, owner_of
 from hf_hybrid_ssm.models.family import Family
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
@@ -103,7 +102,7 @@ def _register_models(modeling_auto: ModuleType) -> None:
 def _register_cache_layers(_: ModuleType) -> None:
     """A cache may be made from a configuration alone, before any model is imported; not before a configuration is."""
     if CONFIGURATION in sys.modules and "transformers.cache_utils" in sys.modules:
-        importlib.import_module("hf_hybrid_ssm.models.cache")
+        importlib.import_module("hf_hybrid_ssm.models.state_layers")
 
 
 def _register_low_bits(_: ModuleType) -> None:
@@ -150,12 +149,19 @@ def _delta_arguments(folder: Any, teacher: Any, arguments: dict[str, Any]) -> di
     return importlib.import_module("hf_hybrid_ssm.upcycle.delta").loading_arguments(folder, teacher, arguments)
 
 
+def _fill_hooks(configuration: ModuleType) -> None:
+    hooks = configuration.HOOKS
+    hooks.code_exporter, hooks.check_weight_files = _code_exporter, _check_weight_files
+    hooks.delta_arguments, hooks.prefix_cache_of_process = _delta_arguments, _prefix_cache_of_process
+    _register_cache_layers(configuration)
+
+
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "peft.utils.constants": _register_peft_targets,
     "transformers": _name_in_library,
     "transformers.processing_utils": _name_in_library,  # which puts a second module of the library in its place
     "transformers.cache_utils": _register_cache_layers,
-    CONFIGURATION: _register_cache_layers,
+    CONFIGURATION: _fill_hooks,
     "transformers.quantizers.auto": _register_low_bits,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,
@@ -196,10 +202,6 @@ def register() -> None:
     """
     if STUDENT not in OTHERS:
         OTHERS.append(STUDENT)
-    CONNECTIONS.code_exporter = _code_exporter
-    CONNECTIONS.check_weight_files = _check_weight_files
-    CONNECTIONS.delta_arguments = _delta_arguments
-    CONNECTIONS.prefix_cache_of_process = _prefix_cache_of_process
     # first: what is registered below may import another of these modules
     if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisteringFinder())

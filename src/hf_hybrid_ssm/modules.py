@@ -20,7 +20,7 @@ from hf_hybrid_ssm.layers.mixers import ema, hyena, lstm, s4, s4d, s5
 from hf_hybrid_ssm.layers.mixers.base import Mixer, mixer_state, named_states
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.modeling_bst import BstBlock, BstModel
-from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
+from hf_hybrid_ssm.models.lmu_isa.modeling_lmu_isa import ImplicitAttention
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer, LonghornModel
 from hf_hybrid_ssm.models.packing import PackedRows, States, packed_rows

@@ -37,7 +37,7 @@ def refused(capsys, *arguments, status=1):
 FIELDS = {
     "hidden_size": "wide",
     "num_hidden_layers": 2.5,
-    "block_types": 3,
+    "layer_types": 3,
     "architectures": 3,
     "dtype": "float99",
     "id2label": {"a": "b"},

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
-from hf_hybrid_ssm.models.cache import RecurrentStateLayer
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.training.sequence_parallel import forward_shard
 from tests.distributed.sequence_parallel import cases, longhorn, rows
 from tests.tiny_models import FEW, build, built

@@ -54,10 +54,10 @@ def converted(official: Tensors) -> Tensors:
 
 
 def build(case: str) -> tuple[BstBlock, BstConfig]:
-    kind = "sliding_attention" if case == "sliding" else "block_recurrent"
+    kind = "window_attention" if case == "sliding" else "block_recurrent"
     sizes = {"hidden_size": 6, "num_attention_heads": 2, "head_dim": 3, "intermediate_size": 10, "vocab_size": 11}
     sizes |= {"num_hidden_layers": 1, "sliding_window": WINDOWS[case], "recurrent_num_states": 3}
-    config = BstConfig(block_types=[kind], qk_norm=case != "plain", **sizes)
+    config = BstConfig(layer_types=[kind], qk_norm=case != "plain", **sizes)
     config._attn_implementation = "sdpa"
     block = BstBlock(config, 0).double().eval()
     load(block, converted(golden("meliad", f"{case}.param")))
@@ -103,7 +103,7 @@ def test_layer_with_a_cache(case, pieces):
     cache, parts = prepare_cache(None, config, 2), []
     with torch.no_grad():
         for piece in x.split(pieces, dim=1):
-            parts.append(block(piece, past_key_values=cache))
+            parts.append(block(piece, cache=cache))
             seen = sum(part.shape[1] for part in parts)
             states = cache.layers[0].states
             if case != "sliding" and seen in (length, 2 * length):

@@ -220,13 +220,13 @@ def test_a_state_of_one_size_is_told_only_of_such_models(variant):
         assert told == (growing_layers(language_model(variant)) == [])
 
 
-STATES = ("linear_attention", "bst", "block_recurrent")
+STATES = ("longhorn", "bst", "block_recurrent")
 
 
 @pytest.mark.parametrize("variant", OF_FAMILIES)
 def test_a_model_of_attention_alone_is_not_said_to_have_a_state(variant):
     config = config_of(variant)
-    kinds = getattr(config, "block_types", None)
+    kinds = getattr(config, "layer_types", None)
     if kinds is None:
         has_state = config.model_type == "lmu_isa" or bool(getattr(config, "ssm_layers", [0]))
     else:
@@ -258,8 +258,8 @@ def test_a_table_of_results_is_shown_once_and_only_as_a_table(folder):
 
 @pytest.mark.parametrize(("kept", "sentence"), [(1, "Only the layers with full attention"), (0, "The model forgets")])
 def test_the_card_of_windows_says_what_they_forget(kept, sentence):
-    kinds = ["full_attention"] * kept + ["sliding_attention"] * 2
-    card = model_card(LonghornConfig(vocab_size=9, hidden_size=8, num_hidden_layers=len(kinds), block_types=kinds,
+    kinds = ["full_attention"] * kept + ["window_attention"] * 2
+    card = model_card(LonghornConfig(vocab_size=9, hidden_size=8, num_hidden_layers=len(kinds), layer_types=kinds,
                                      num_attention_heads=2, sliding_window=4), name="model")  # fmt: skip
     assert sentence in card and "fits the state" not in card and "it is attention alone" in card
 

@@ -42,7 +42,7 @@ def test_what_transformers_takes_is_not_called_misspelt(family, said, tmp_path):
 
 
 def test_longhorns_heads_divide_its_width():
-    attention = {"block_types": ["full_attention"], "num_hidden_layers": 1}
+    attention = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
     with pytest.raises(ValueError, match=r"hidden_size=30 must be a multiple of num_attention_heads=4"):
         LonghornConfig(hidden_size=30, num_attention_heads=4, **attention)
     LonghornConfig(hidden_size=30, num_attention_heads=4)  # no layer attends
@@ -82,7 +82,7 @@ def test_new_configurations_are_refused_in_one_line(arguments, fields, message):
 def test_other_values_of_some_fields():
     config = new_config("longhorn", num_hidden_layers=2)
     changed = with_fields(config, {"num_hidden_layers": 3, "num_labels": 5})
-    assert len(changed.block_types) == 3 and changed.num_labels == 5 and config.num_hidden_layers == 2
+    assert len(changed.layer_types) == 3 and changed.num_labels == 5 and config.num_hidden_layers == 2
     for field, value, message in (("layers", 1, "no such field"), ("state_size", "x", "int"), ("state_size", 0, "=0")):
         with pytest.raises(ValueError, match=message):
             with_fields(config, {field: value})

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
+from hf_hybrid_ssm.models.lmu_isa.modeling_lmu_isa import ImplicitAttention
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.implicit_attention import native, torch_backend

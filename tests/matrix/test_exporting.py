@@ -15,7 +15,8 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, fit_cache, is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import fit_cache, is_recurrent_state_layer
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.ops.core import dispatch
 from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows

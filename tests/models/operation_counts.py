@@ -21,15 +21,15 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "longhorn": ("longhorn", {}),
     "longhorn, sliding attention": (
         "longhorn + window and full attention",
-        {"block_types": ["sliding_attention"]},
+        {"layer_types": ["window_attention"]},
     ),
-    "bst, sliding attention": ("bst sh s4d", {"ssm_layers": None, "block_types": ["sliding_attention"]}),
+    "bst, sliding attention": ("bst sh s4d", {"ssm_layers": None, "layer_types": ["window_attention"]}),
     "bst SH, S4D": ("bst sh s4d", {}),
     "bst SH, S5": ("bst sh s4d", {"ssm_type": "s5", "ssm_state_size": 8}),
     "bst MH, S4": ("bst mh s4", {}),
     "bst MF, S4D": ("bst mf unstructured", {"ssm_type": "s4d"}),
     "bst MF, unstructured": ("bst mf unstructured", {}),
-    "block-recurrent": ("bst block-recurrent", {"block_types": ["block_recurrent"]}),
+    "block-recurrent": ("bst block-recurrent", {"layer_types": ["block_recurrent"]}),
     "spade, window": ("spade s4 window", {"ssm_layers": []}),
     "spade, chunk": ("spade s5 chunk post-norm", {"ssm_layers": []}),
     "spade, full": ("spade hyena full", {"ssm_layers": []}),
@@ -52,8 +52,8 @@ def model_of(layer: str, depth: int) -> PreTrainedModel:
     fields = {**TOKENS, **own, **fields, "num_hidden_layers": depth}
     if fields.get("ssm_layers"):
         fields["ssm_layers"] = list(range(depth))
-    if "block_types" in fields:
-        fields["block_types"] = fields["block_types"] * depth
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"] * depth
     if model_type == STUDENTS:
         fields["student"] = {"layers": [fields["student"]] * depth}
     torch.manual_seed(0)

@@ -15,10 +15,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.models.families import FAMILIES
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.inputs import LISTED
+from hf_hybrid_ssm.models.outputs import CACHE
 from tests.tiny_models import FEW, build, classes_of, inputs_for, language_model
 
 CLASSES = [(variant, name) for variant in [*FEW, "bst s5 bidirectional"] for name in classes_of(variant)]

@@ -35,7 +35,7 @@ def build(model_class=BstForCausalLM, **fields):
 
 RECURRENT = {
     "ssm_layers": None,
-    "block_types": ["block_recurrent", "sliding_attention", "block_recurrent"],
+    "layer_types": ["block_recurrent", "window_attention", "block_recurrent"],
     "recurrent_num_states": 3,
 }
 
@@ -283,9 +283,9 @@ def test_bidirectional_is_not_a_language_model():
         ({"recurrent_num_states": 0}, "recurrent_num_states=0"),
         ({"ssm_layers": [3]}, r"ssm_layers=\[3\] must name different layers from 0 to 2"),
         ({"ssm_layers": [1, 1]}, "different layers"),
-        ({"ssm_layers": None, "block_types": ["sliding_attention"]}, "num_hidden_layers=3"),
-        ({"ssm_layers": None, "block_types": ["sliding_attention", "bst", "lstm"]}, "lstm"),
-        ({"block_types": ["sliding_attention"] * 3}, "contradicts block_types"),
+        ({"ssm_layers": None, "layer_types": ["window_attention"]}, "num_hidden_layers=3"),
+        ({"ssm_layers": None, "layer_types": ["window_attention", "bst", "lstm"]}, "lstm"),
+        ({"layer_types": ["window_attention"] * 3}, "contradicts layer_types"),
         ({"context_variant": "xh"}, "context_variant='xh'"),
         ({"ssm_type": "mamba"}, "ssm_type='mamba'"),
         ({"ssm_type": "s4", "ssm_discretization": "zoh"}, "does not exist for ssm_type='s4'"),
@@ -310,7 +310,7 @@ def test_bad_configurations(fields, message):
 
 def test_recurrent_layers_on_meta():
     """Shapes without memory, as planning and `device_map` ask for them."""
-    recurrent = {"ssm_layers": None, "block_types": ["block_recurrent"], "recurrent_num_states": 12}
+    recurrent = {"ssm_layers": None, "layer_types": ["block_recurrent"], "recurrent_num_states": 12}
     sizes = {
         "vocab_size": 32,
         "hidden_size": 16,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_hybrid_ssm.models import compat
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models import generation, heads
+from hf_hybrid_ssm.models.outputs import CACHE
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from hf_hybrid_ssm.models.cache_names import CACHE
 )
 def test_tokens_whose_logits_are_wanted(keep, shape):
     states = torch.arange(30.0).view(2, 5, 3)
-    kept = compat.slice_logits_to_keep(states, keep)
+    kept = heads.slice_logits_to_keep(states, keep)
     assert kept.shape == shape and torch.equal(kept.reshape(-1, 3)[-1], states[1, 3 if shape == (2, 1, 3) else 4])
 
 
@@ -29,20 +29,20 @@ class Generation:
         return inputs
 
 
-class Model(compat.PackedGeneration, Generation):
+class Model(generation.HybridGenerationMixin, Generation):
     pass
 
 
 @pytest.mark.parametrize("positions, mask", [([0, 1, 0], [1, 1, 1]), ([0, 1, 2], [1, 1, 1]), ([0, 0, 1], [0, 1, 1])])
 def test_a_mask_that_hides_nothing_gives_way_to_documents(monkeypatch, positions, mask):
-    monkeypatch.setattr(compat, "ADDS_FULL_MASKS", True)
+    monkeypatch.setattr(generation, "ADDS_FULL_MASKS", True)
     given = {"position_ids": torch.tensor([positions])}
     kept = Model()._prepare_attention_mask_for_generation(torch.tensor([mask]), None, given)
     assert (kept is None) == (positions == [0, 1, 0])
 
 
 def test_documents_after_a_cache_are_refused(monkeypatch):
-    monkeypatch.setattr(compat, "ADDS_FULL_MASKS", True)
+    monkeypatch.setattr(generation, "ADDS_FULL_MASKS", True)
     cache = DynamicCache()
     cache.update(*[torch.zeros(1, 1, 3, 2)] * 2, 0)
     given = {"position_ids": torch.tensor([[0, 1, 0]]), CACHE: cache}

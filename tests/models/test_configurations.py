@@ -20,22 +20,22 @@ from tests.tiny_models import EVERY, config_of
 CLASSES = (LonghornConfig, BstConfig, LmuIsaConfig, SpadeConfig, SpadeSeq2SeqConfig)
 # family, a change, and the derived fields after it
 CHANGES = [
-    (LonghornConfig, {"num_hidden_layers": 2}, {"block_types": ["linear_attention"] * 2}),
-    (LonghornConfig, {"num_hidden_layers": 30}, {"block_types": ["linear_attention"] * 30}),
+    (LonghornConfig, {"num_hidden_layers": 2}, {"layer_types": ["longhorn"] * 2}),
+    (LonghornConfig, {"num_hidden_layers": 30}, {"layer_types": ["longhorn"] * 30}),
     (
         LonghornConfig,
         {"hidden_size": 128},
         {"time_step_rank": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
     ),
     (LonghornConfig, {"num_attention_heads": 4}, {"num_key_value_heads": 4, "head_dim": 192}),
-    (LonghornConfig, {"block_types": ["full_attention"] * 24}, {"max_position_embeddings": 2048}),
+    (LonghornConfig, {"layer_types": ["full_attention"] * 24}, {"max_position_embeddings": 2048}),
     (LonghornConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"lmu_order": 100}, {"lmu_reduced_order": 10}),
     (LmuIsaConfig, {"hidden_size": 33}, {"pre_intermediate_size": 50}),
-    (BstConfig, {"num_hidden_layers": 2}, {"block_types": ["bst", "sliding_attention"], "ssm_layers": [0]}),
-    (BstConfig, {"ssm_layers": [1]}, {"block_types": ["sliding_attention", "bst"] + ["sliding_attention"] * 10}),
-    (BstConfig, {"block_types": ["bst"] * 12}, {"ssm_layers": list(range(12))}),
+    (BstConfig, {"num_hidden_layers": 2}, {"layer_types": ["bst", "window_attention"], "ssm_layers": [0]}),
+    (BstConfig, {"ssm_layers": [1]}, {"layer_types": ["window_attention", "bst"] + ["window_attention"] * 10}),
+    (BstConfig, {"layer_types": ["bst"] * 12}, {"ssm_layers": list(range(12))}),
     (BstConfig, {"ssm_type": "s5", "hidden_size": 64}, {"ssm_state_size": 256, "logit_scale": 0.125}),
     (SpadeConfig, {"ssm_type": "s5"}, {"ssm_state_size": 256, "ssm_trainable": "all"}),
     (SpadeConfig, {"ssm_type": "lstm"}, {"ssm_state_size": None, "ssm_trainable": "all"}),
@@ -92,9 +92,9 @@ def test_what_someone_set_stays():
     config.num_key_value_heads = None  # as it was at first
     config.time_step_rank = "auto"
     assert (config.num_key_value_heads, config.time_step_rank) == (16, 64)
-    config = LonghornConfig(num_hidden_layers=2, block_types=["full_attention"] * 2)
+    config = LonghornConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="block_types names 2 layers, but num_hidden_layers=3"):
+    with pytest.raises(ValueError, match="layer_types names 2 layers, but num_hidden_layers=3"):
         AutoModelForCausalLM.from_config(config)
 
 
@@ -124,29 +124,13 @@ def test_the_file_of_an_older_save(tmp_path):
     """It names every field; values that are not the derived ones are kept."""
     fields = {
         "model_type": "longhorn", "transformers_version": "5.21.0", "hidden_size": 64, "num_hidden_layers": 2,
-        "block_types": ["linear_attention", "full_attention"], "time_step_rank": 5, "num_attention_heads": 1,
+        "layer_types": ["longhorn", "full_attention"], "time_step_rank": 5, "num_attention_heads": 1,
         "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 100, "bos_token_id": 50256, "eos_token_id": None,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     config = AutoConfig.from_pretrained(tmp_path, hidden_size=128)
-    assert config.block_types == fields["block_types"]
+    assert config.layer_types == fields["layer_types"]
     assert (config.time_step_rank, config.num_attention_heads, config.head_dim) == (5, 2, 64)
-
-
-def test_layer_types_are_another_name_of_block_types():
-    kinds, own = ["linear_attention", "sliding_attention", "full_attention"], {"num_hidden_layers": 3}
-    config = LonghornConfig(layer_types=kinds, **own)
-    assert config.block_types == kinds
-    again = LonghornConfig(layer_types=config.layer_types, **own)  # as the property gives them
-    assert again.to_dict() == config.to_dict()
-    assert LonghornConfig(layer_types=kinds, block_types=kinds, **own).block_types == kinds
-    for fields, words in (
-        ({"layer_types": ["mamba"] * 3}, r"layer_types contains \['mamba'\]"),
-        ({"block_types": ["mamba"] * 3}, r"block_types contains \['mamba'\]"),
-        ({"layer_types": kinds, "block_types": kinds[::-1]}, "layer_types=.* contradicts block_types="),
-    ):
-        with pytest.raises(ValueError, match=words):
-            LonghornConfig(**own, **fields)
 
 
 @pytest.mark.parametrize("config_class", CLASSES)
@@ -156,12 +140,11 @@ def test_what_follows_from_fields_is_not_set(config_class, tmp_path):
     config.save_pretrained(tmp_path)
     ours = [kind for kind in config_class.__mro__ if kind.__module__.startswith("hf_hybrid_ssm.")]
     names = {name for kind in ours for name, value in vars(kind).items() if isinstance(value, property)}
-    assert ("intermediate_size" in names) == (config_class is LonghornConfig) and "layer_types" in names
+    assert ("intermediate_size" in names) == (config_class is LonghornConfig)
+    assert ("layer_types" in names) == (config_class not in (LonghornConfig, BstConfig))
     for name in names:
         fields = {name: getattr(config, name)}
         assert config_class(**fields).to_dict() == config.to_dict(), name
-        if name == "layer_types" and config_class is LonghornConfig:
-            continue  # another name of a field
         with pytest.raises(ValueError, match=f"{name}=7 cannot be set: it is no field of {config_class.__name__}"):
             config_class(**{name: 7})
         with pytest.raises(ValueError, match=f"{name}=7 cannot be set"):
@@ -173,14 +156,12 @@ def test_what_follows_from_fields_is_not_set(config_class, tmp_path):
 def test_the_width_of_a_block_names_what_to_set_instead():
     with pytest.raises(ValueError, match=r"intermediate_size=64 .*here 1536\..*`expand .*`mlp_intermediate_size`"):
         LonghornConfig(intermediate_size=64)
-    with pytest.raises(TypeError, match="layer_types must be a list of names, got 3"):
-        LonghornConfig(layer_types=3)
 
 
 def test_rotary_positions_are_asked_for_where_there_are_some():
     assert LonghornConfig(hidden_size=33, num_hidden_layers=2).intermediate_size == 66
     with pytest.raises(ValueError, match="head_dim=33 must be even"):
-        LonghornConfig(hidden_size=33, num_hidden_layers=1, block_types=["full_attention"])
+        LonghornConfig(hidden_size=33, num_hidden_layers=1, layer_types=["full_attention"])
 
 
 @pytest.mark.parametrize("variant", EVERY)
@@ -199,12 +180,12 @@ def test_a_length_is_named_where_rotary_positions_have_no_bound(variant):
 
 def test_lengths_that_were_set_stay():
     assert LonghornConfig(max_position_embeddings=99).max_position_embeddings == 99
-    hybrid = LonghornConfig(num_hidden_layers=2, block_types=["full_attention", "linear_attention"])
+    hybrid = LonghornConfig(num_hidden_layers=2, layer_types=["full_attention", "longhorn"])
     assert hybrid.max_position_embeddings == 2048
     factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     for kind, more in (("llama3", factors), ("yarn", {})):  # rules that refer to the length
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, **more}
-        windows = LonghornConfig(num_hidden_layers=1, block_types=["sliding_attention"], rope_parameters=rope)
+        windows = LonghornConfig(num_hidden_layers=1, layer_types=["window_attention"], rope_parameters=rope)
         assert windows.max_position_embeddings == 2048
         unused = LonghornConfig(rope_parameters=rope)  # of layers that do not rotate
         assert unused.max_position_embeddings == 2048

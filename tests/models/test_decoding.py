@@ -1,19 +1,12 @@
 """One token at a time: every family's step equals the full forward, whatever happened to the cache before."""
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_hybrid_ssm.models.cache import (
-    RecurrentStateLayer,
-    StateAndKeysLayer,
-    WindowLayer,
-    is_recurrent_state_layer,
-    state_layer,
-)
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, state_layer
 from hf_hybrid_ssm.models.packing import packed_rows
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StateAndKeysLayer
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import (
     VARIANTS,
@@ -170,48 +163,6 @@ def test_restarted_rows_without_numbers(model):
     close(got[1], model(ids[1:]).logits[0, PROMPT:])
 
 
-@torch.inference_mode()
-def test_longer_pieces_between_steps(model):
-    """What steps leave is what a forward of several tokens starts from, and the other way round."""
-    ids = text(2, 30)
-    cache, got, start = DynamicCache(config=model.config), [], 0
-    for size in (5, 1, 1, 4, 1, 7, 1, 1, 1, 1, 7):
-        got.append(model(ids[:, start : start + size], past_key_values=cache).logits)
-        start += size
-    close(torch.cat(got, 1), model(ids).logits)
-
-
-@torch.inference_mode()
-def test_a_copy_goes_its_own_way(model):
-    """What one cache overwrites is not the other's."""
-    ids, other = text(2), text(2, seed=1)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :PROMPT], past_key_values=cache)
-    steps(model, cache, ids[:, PROMPT : PROMPT + 3])
-    twin = copy.deepcopy(cache)
-    got = steps(model, cache, ids[:, PROMPT + 3 :])
-    turn = steps(model, twin, other[:, : STEPS - 3])
-    close(got, model(ids).logits[:, PROMPT + 3 :])
-    close(turn, model(torch.cat([ids[:, : PROMPT + 3], other[:, : STEPS - 3]], 1)).logits[:, PROMPT + 3 :])
-
-
-@torch.inference_mode()
-def test_beams_and_rollback(model):
-    """Rows change places; a recorded past is gone back to, and later steps overwrite nothing of it."""
-    ids, places = text(3), torch.tensor([2, 0, 0])
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :PROMPT], past_key_values=cache)
-    steps(model, cache, ids[:, PROMPT : PROMPT + 2])
-    cache.reorder_cache(places)
-    rows = torch.cat([ids[places, : PROMPT + 2], ids[:, PROMPT + 2 :]], 1)
-    close(steps(model, cache, rows[:, PROMPT + 2 : PROMPT + 4]), model(rows).logits[:, PROMPT + 2 : PROMPT + 4])
-    for layer in cache.layers:
-        layer.activate_past_recording() if hasattr(layer, "activate_past_recording") else None
-    steps(model, cache, text(3, 4, seed=1))
-    cache.crop(-4)
-    close(steps(model, cache, rows[:, PROMPT + 4 :]), model(rows).logits[:, PROMPT + 4 :])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("removed", [1, 3, 8])
 def test_rollback_into_a_forward_of_several_tokens(variant, removed):
@@ -312,7 +263,7 @@ def test_precomputed_constants_follow_the_weights(variant):
     check(model.double())
 
 
-@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndKeysLayer])
+@pytest.mark.parametrize("kind", [RecurrentStateLayer, StateAndKeysLayer])
 def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
     """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
     layer = kind()

@@ -27,7 +27,7 @@ RATES += [("encoder-decoder", "SpadeForConditionalGeneration", field) for field 
 RATES += [("spade adaptive", "SpadeForMaskedLM", "adaptive_dropout")]
 RATES += [("spade s4 window", "SpadeForSequenceClassification", "classifier_dropout")]
 RATES += [("encoder-decoder", "SpadeSeq2SeqForSequenceClassification", "classifier_dropout")]
-WINDOWS = {"block_types": ["sliding_attention", "linear_attention", "linear_attention"], "sliding_window": 6}
+WINDOWS = {"layer_types": ["window_attention", "longhorn", "longhorn"], "sliding_window": 6}
 
 
 def rates_of(model_type: str) -> list[str]:

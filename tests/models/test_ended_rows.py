@@ -12,7 +12,7 @@ from transformers import (
     StaticCache,
 )
 
-from hf_hybrid_ssm.models.past_padding import signature
+from hf_hybrid_ssm.models.packing import signature
 from hf_hybrid_ssm.serving import load_context, save_context
 from tests.models.invariances import TOLERANCE, pad_rows
 from tests.tiny_models import LONGHORN, ROWS, TOKENS, compiles, language_model
@@ -203,7 +203,7 @@ def test_rollback_and_contexts_keep_what_was_padding(variant, tmp_path):
 
 def test_keys_and_values_alone_may_be_hidden_later():
     """A model with full attention only forgets nothing: its masks may change."""
-    config = AutoConfig.for_model("longhorn", **TOKENS, **LONGHORN | {"block_types": ["full_attention"] * 3})
+    config = AutoConfig.for_model("longhorn", **TOKENS, **LONGHORN | {"layer_types": ["full_attention"] * 3})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids, cache = ids_of(6, 1), DynamicCache(config=config)

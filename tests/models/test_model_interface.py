@@ -57,7 +57,7 @@ def test_attention_weights_are_refused_where_there_are_none(case):
 
 
 def test_attention_weights_of_full_attention_are_given():
-    kinds = {"block_types": ["linear_attention", "full_attention", "full_attention"]}
+    kinds = {"layer_types": ["longhorn", "full_attention", "full_attention"]}
     model = built("longhorn hybrid", **kinds, attn_implementation="eager").eval()
     attentions = model(torch.randint(3, 50, (2, 9)), output_attentions=True).attentions
     assert [weights.shape for weights in attentions] == [(2, 4, 9, 9)] * 2

@@ -38,7 +38,7 @@ FULL_ALONE = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "block_types": ["full_attention"] * 2,
+    "layer_types": ["full_attention"] * 2,
 }
 ROWS_OF_DOCUMENTS = [[5, 1, 7, 3], [2, 6, 6, 2]]  # lengths of documents, 16 tokens a row
 BY = {"seq_idx": ["seq_idx"], "positions": ["position_ids"], "both": ["seq_idx", "position_ids"]}

@@ -11,13 +11,13 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 61}  # none 
 BST = SIZES | {"head_dim": 8, "intermediate_size": 24, "num_context_states": 8, "ssm_layers": None}
 SPADE = SIZES | {"intermediate_size": 24, "ssm_layers": []}
 LAYERS = {
-    "BST window": ("bst", BST | {"sliding_window": 128}, "sliding_attention", 155),
+    "BST window": ("bst", BST | {"sliding_window": 128}, "window_attention", 155),
     "SPADE window": ("spade", SPADE | {"sliding_window": 128}, None, 105),
     "SPADE chunk": ("spade", SPADE | {"attention_type": "chunk", "chunk_size": 128}, None, 95),
     "Longhorn window": (
         "longhorn",
         SIZES | {"sliding_window": 128, "num_key_value_heads": 2, "mlp_intermediate_size": 24},
-        "sliding_attention",
+        "window_attention",
         132,
     ),
 }
@@ -27,7 +27,7 @@ def operations_of_a_layer(model_type: str, fields: dict, block_type: str | None,
     """What the second layer adds to a forward and backward pass."""
     totals = []
     for depth in (1, 2):
-        kinds = {} if block_type is None else {"block_types": [block_type] * depth}
+        kinds = {} if block_type is None else {"layer_types": [block_type] * depth}
         config = AutoConfig.for_model(model_type, **fields, **kinds, num_hidden_layers=depth)
         model, ids = AutoModelForCausalLM.from_config(config).train(), torch.ones(2, length, dtype=torch.long)
         model(ids, labels=ids).loss.backward()  # tables are made once

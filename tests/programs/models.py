@@ -33,7 +33,7 @@ SPADE |= {"relative_attention_max_distance": 6}
 BST = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16}
 BST |= {
     "sliding_window": 4,
-    "block_types": ["bst", "sliding_attention"],
+    "layer_types": ["bst", "window_attention"],
     "num_context_states": 3,
     "recurrent_num_states": 3,
 }
@@ -80,15 +80,15 @@ class Variant:
         return self.model_type == "spade_seq2seq"
 
 
-def _longhorn(*block_types: str, **fields) -> Variant:
-    blocks = {"linear": "linear_attention", "sliding": "sliding_attention", "full": "full_attention"}
-    fields |= {"block_types": [blocks[name] for name in block_types], "num_hidden_layers": len(block_types)}
+def _longhorn(*layer_types: str, **fields) -> Variant:
+    blocks = {"linear": "longhorn", "sliding": "window_attention", "full": "full_attention"}
+    fields |= {"layer_types": [blocks[name] for name in layer_types], "num_hidden_layers": len(layer_types)}
     return Variant(
         "longhorn",
         "longhorn",
         LONGHORN | fields,
-        has_full_attention="full" in block_types,
-        has_states=set(block_types) != {"full"},
+        has_full_attention="full" in layer_types,
+        has_states=set(layer_types) != {"full"},
     )
 
 
@@ -155,12 +155,12 @@ VARIANTS: dict[str, Variant] = {
     "spade encoder hyena": _encoder(ssm_type="hyena", pooling="mean", ssm_merge="add"),
     "bst sh s4d": _bst(),
     "bst sh s5": _bst(ssm_type="s5"),
-    "bst mh s4": _bst(context_variant="mh", ssm_type="s4", block_types=["sliding_attention", "bst"]),
+    "bst mh s4": _bst(context_variant="mh", ssm_type="s4", layer_types=["window_attention", "bst"]),
     "bst mf unstructured": _bst(context_variant="mf", ssm_type="unstructured"),
     "bst mf s4d": _bst(context_variant="mf", qk_norm=False, attend_self=True),
-    "bst slide": _bst(block_types=["sliding_attention", "sliding_attention"], zero_kv_sink=False),
-    "bst both": _bst(block_types=["block_recurrent", "bst"], zero_kv_sink=False),
-    "bst block-recurrent": _bst(block_types=["block_recurrent", "sliding_attention"]),
+    "bst slide": _bst(layer_types=["window_attention", "window_attention"], zero_kv_sink=False),
+    "bst both": _bst(layer_types=["block_recurrent", "bst"], zero_kv_sink=False),
+    "bst block-recurrent": _bst(layer_types=["block_recurrent", "window_attention"]),
     "bst retrieval sh": _bst(retrieval_k=2, retrieval_memory=5, retrieval_stride=2),
     "bst retrieval mf": _bst(context_variant="mf", retrieval_k=2, retrieval_memory=5),
     "bst bidirectional": Variant("bst", "bst", BST | {"bidirectional": True}, BIDIRECTIONAL_HEADS, is_causal=False),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_hybrid_ssm.models.cache import RecurrentStateLayer
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from tests.programs.generate import generate
 from tests.programs.interpreter import run
 from tests.programs.models import FAMILIES, VARIANTS

@@ -63,8 +63,8 @@ def legal(model_type: str, random: Random) -> Fields:
     fields |= {name: random.choice(values) for name, values in (FREE["common"] | FREE[model_type]).items()}
     layers, ssm = random.randint(1, 3), fields.get("ssm_type", "s4d" if model_type == "bst" else "s4")
     fields["num_hidden_layers"] = layers
-    if own.get("block_types") is not None:
-        fields["block_types"] = random.choices(own["block_types"], k=layers)
+    if own.get("layer_types") is not None:
+        fields["layer_types"] = random.choices(own["layer_types"], k=layers)
     elif model_type == "bst":
         fields["ssm_layers"] = random.sample(range(layers), random.randint("retrieval_k" in own, layers))
     elif model_type.startswith("spade"):

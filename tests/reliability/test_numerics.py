@@ -125,8 +125,8 @@ def deep(variant: str, layers: int) -> PreTrainedModel:
     """A fresh model of many layers, of the types that the variant has."""
     _, own = EVERY[variant]
     fields: dict = {"num_hidden_layers": layers}
-    if own.get("block_types") is not None:
-        fields["block_types"] = list(itertools.islice(itertools.cycle(own["block_types"]), layers))
+    if own.get("layer_types") is not None:
+        fields["layer_types"] = list(itertools.islice(itertools.cycle(own["layer_types"]), layers))
     elif own.get("ssm_layers") == BST["ssm_layers"]:
         fields["ssm_layers"] = list(range(0, layers, 2))
     if "num_decoder_layers" in own:

@@ -16,7 +16,6 @@ from hf_hybrid_ssm.serving.model_identity import (
     identity_now,
     model_identity,
     unknown_code,
-    weights_fingerprint,
 )
 from tests.models.invariances import random_ids
 from tests.tiny_models import VARIANTS, config_of, own_language_model
@@ -53,13 +52,13 @@ def test_shapes_and_dtypes_are_part_of_a_digest():
     decoder, found, now = model.get_decoder(), set(), set()
     for tensor in tensors:
         decoder.register_buffer("extra", tensor)
-        found.add(weights_fingerprint(model))
+        found.add(model_identity(model)["weights"])
         now.add(identity_now(model))
     assert len(found) == len(tensors) == len(now)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight * 2)
-    assert weights_fingerprint(other) == weights_fingerprint(model)  # the head reads states and makes none
+    assert model_identity(other)["weights"] == model_identity(model)["weights"]  # the head reads states and makes none
     assert identity_now(other) == identity_now(model)
 
 

@@ -65,8 +65,8 @@ def model_of(variant):
         ).eval()
     if variant != "longhorn + window attention":
         return language_model(variant)
-    kinds = ["linear_attention", "sliding_attention"]
-    config = config_of("longhorn + window and full attention", block_types=kinds, num_hidden_layers=2)
+    kinds = ["longhorn", "window_attention"]
+    config = config_of("longhorn + window and full attention", layer_types=kinds, num_hidden_layers=2)
     torch.manual_seed(0)
     return type(language_model("longhorn"))(config).eval()
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation import BaseStreamer
 
-from hf_hybrid_ssm.models.prefix_reading import say_once
+from hf_hybrid_ssm.models.generation import say_once
 from hf_hybrid_ssm.serving import PrefixCache
 from tests.models.invariances import random_ids
 from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
@@ -233,7 +233,7 @@ def test_hidden_states_are_those_of_all_tokens(variant, caplog):
 
 
 def test_attention_weights_are_those_of_all_tokens():
-    config = config_of("longhorn + full attention", block_types=["full_attention"] * 3)
+    config = config_of("longhorn + full attention", layer_types=["full_attention"] * 3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids, cache = random_ids(model, 1, 9), PrefixCache()
     for _ in range(2):

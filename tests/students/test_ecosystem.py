@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.serving import PrefixCache, load_context, save_context
 from tests import processes
 from tests.serving.students import EVERY_STUDENT, student_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.students.initial import choose_sink, first_token_ids, init_sinks, student_of
 from tests.students.teachers import (
     SIZES,

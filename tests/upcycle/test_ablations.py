@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
 from hf_hybrid_ssm.upcycle.ablations import without_part, zero_memory
 from tests.upcycle.test_upcycle import MEMORIES, SIZES, teacher_of, tokens

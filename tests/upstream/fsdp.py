@@ -23,7 +23,7 @@ fsdp_checks.SEQ_LEN, fsdp_checks.NUM_STEPS = 24, 4
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 SIZES |= {"eos_token_id": 2}
-HYBRID = {"block_types": ["linear_attention", "full_attention"], "mlp_intermediate_size": 128}
+HYBRID = {"layer_types": ["longhorn", "full_attention"], "mlp_intermediate_size": 128}
 HYBRID |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SPADE = {"intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 10, "ssm_trainable": "all"}
 SPADE |= {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
@@ -38,7 +38,7 @@ CASES = {
     "bst sh": ("bst", BST),
     "bst mh unstructured": ("bst", {**BST, "context_variant": "mh", "ssm_type": "unstructured"}),
     "bst mf s5": ("bst", {**BST, "context_variant": "mf", "ssm_type": "s5"}),
-    "bst brect": ("bst", {**BST, "ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"]}),
+    "bst brect": ("bst", {**BST, "ssm_layers": None, "layer_types": ["window_attention", "block_recurrent"]}),
 }
 CHECKS = ("generation", "sharding_structure_untied", "sharding_structure_tied", "save_load", "plan_vs_ddp")
 THOROUGH = ("longhorn hybrid", "lmu_isa", "spade s4", "bst sh")  # one of each family runs them all

@@ -72,7 +72,7 @@ class BlockRecurrentTest(OtherLayers, BstTest):
     all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {
         "ssm_layers": None,
-        "block_types": ["block_recurrent", "sliding_attention"],
+        "layer_types": ["block_recurrent", "window_attention"],
         "recurrent_num_states": 3,
     }
 

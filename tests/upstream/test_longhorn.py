@@ -51,7 +51,7 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "mlp_intermediate_size": 48,
-        "block_types": ["linear_attention", "full_attention"],
+        "layer_types": ["longhorn", "full_attention"],
         "sliding_window": 5,
     }
 
@@ -75,7 +75,7 @@ class LonghornWindowTest(OtherLayers, CausalFamilyTests, unittest.TestCase):
     config_class = LonghornConfig
     all_model_classes = CLASSES[:2]  # a head reads the last hidden states whatever computed them
     tester_config = LonghornHybridTest.tester_config | {
-        "block_types": ["linear_attention", "sliding_attention"],
+        "layer_types": ["longhorn", "window_attention"],
         "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.evaluation.position_loss import loss_by_position
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 
 
 @torch.inference_mode()

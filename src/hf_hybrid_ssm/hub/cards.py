@@ -21,14 +21,14 @@ from hf_hybrid_ssm.hub.markdown import code_span, escaped
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.tables import tables_of
 from hf_hybrid_ssm.hub.verify_files import check_folder
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.models.family import CardText, Family
 from hf_hybrid_ssm.students.family import WITHOUT_ATTENTION
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
-HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers"}
+HIDDEN_FIELDS = {"architectures", "layer_types", "ssm_layers"}
 HIDDEN_FIELDS |= {"student", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FULL_ATTENTION = "full attention"

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +18,18 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import (
-    capacity_of,
+    begin_forward,
     check_cache_without_states,
+    finish_forward,
     holds_states,
-    may_overwrite_states,
     prepare_cache,
-    tokens_and_packing_state,
+    read_rows,
 )
-from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.connections import CONNECTIONS
+from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
-from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
-from hf_hybrid_ssm.models.sharded_rollback import remember_units
+from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
-from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
@@ -81,6 +77,9 @@ class HybridPreTrainedModel(PreTrainedModel):
             if name in module._parameters
         }
         super().post_init()
+        if self._why_no_attentions() is not None:  # a class may return them where this model cannot
+            own = self._can_record_outputs or {}
+            self._can_record_outputs = {name: kind for name, kind in own.items() if name != "attentions"}
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
@@ -196,8 +195,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
                 layers is in the checkpoint, which holds another stack.
         """
-        if CONNECTIONS.delta_arguments is not None:
-            if (arguments := CONNECTIONS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
+        if HOOKS.delta_arguments is not None:
+            if (arguments := HOOKS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
                 loaded = super().from_pretrained(None, *args, **arguments)
                 model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info
                 model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
@@ -206,8 +205,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
         reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
         is_usual = not reads_others and kwargs.get("use_safetensors") is not False
-        if CONNECTIONS.check_weight_files is not None and is_usual:
-            CONNECTIONS.check_weight_files(pretrained_model_name_or_path)
+        if HOOKS.check_weight_files is not None and is_usual:
+            HOOKS.check_weight_files(pretrained_model_name_or_path)
         tells = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
@@ -274,26 +273,6 @@ def _beside_float32(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{child}" for child, part in module.named_children() if any(True for _ in part.parameters())]
 
 
-class WithoutContinuousBatching:
-    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
-    for `init_continuous_batching`, and generates request by request where it is missing.
-    """
-
-    def continuous_batching_context_manager(self, *args, **kwargs):
-        raise ValueError(
-            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
-            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
-            "its attention_mask, which gives the same text as each prompt alone."
-        )
-
-    def generate_batch(self, *args, **kwargs):
-        return self.continuous_batching_context_manager()
-
-    @property
-    def init_continuous_batching(self):
-        raise AttributeError
-
-
 class HybridModelMixin:
     """The forward of a base model with `embed_tokens`, `layers` and `norm` (or None); placed before the family's
     `PreTrainedModel`.
@@ -304,6 +283,8 @@ class HybridModelMixin:
     layers: nn.ModuleList
     norm: nn.Module | None
     _refuse_attentions: Callable[[bool | None], None]  # of the pretrained class
+    gradient_checkpointing: bool
+    training: bool
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
     uses_positions = False  # some layer uses rotary positions or full attention
     counts_documents = False  # layers need to know how many documents a row holds at most
@@ -353,9 +334,11 @@ class HybridModelMixin:
             masks, state_mask = attention_mask, attention_mask[STATE_LAYER_TYPE]
         else:
             masks, state_mask = None, attention_mask
-        rows = resolve_packing(
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            cache = None  # a layer that is run again would store its states twice
+        rows = read_rows(
+            cache,
             inputs_embeds.shape[:2],
-            tokens_and_packing_state(cache),
             attention_mask=state_mask,
             position_ids=position_ids,
             seq_idx=seq_idx,
@@ -366,17 +349,12 @@ class HybridModelMixin:
             keeps_padding=self.uses_positions and (masks is None or position_ids is None),
             counts_documents=self.counts_documents,
             has_states=attention_mask is None or holds_states(cache),
-            return_final_state=cache is not None,
-            capacity=capacity_of(cache),
-            may_overwrite=partial(may_overwrite_states, cache),
         )
         check_cache_without_states(cache, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
-        finish_forward(cache)
-        if cache is not None:
-            remember_units(cache, self, self.layers)  # type: ignore[arg-type]
+        finish_forward(cache, self)  # type: ignore[arg-type]
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},
@@ -391,12 +369,16 @@ class HybridModelMixin:
         """(B, L, d) embeddings → (B, L, d) before the last norm; `kwargs` are for layers with positions or masks."""
         return self._through_layers(hidden_states, rows, cache=cache)
 
-    @by_both_cache_names
     def _through_layers(
         self, hidden_states: torch.Tensor, *inputs: Any, cache: Cache | None, **options: Any
     ) -> torch.Tensor:
         """The layers one after the other, each with the same inputs."""
         for _, layer in zip(range(self.config.num_hidden_layers), self.layers):  # fewer while generation exits early
-            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            hidden_states = layer(hidden_states, *inputs, **{CACHE: cache}, **options)
+            hidden_states = layer(hidden_states, *inputs, cache=cache, **options)
         return hidden_states
+
+
+def let_experts_be_fake(model: PreTrainedModel) -> None:
+    """Let a model run on fake tensors: transformers' usual product of experts takes bfloat16 alone there."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")

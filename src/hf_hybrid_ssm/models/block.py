@@ -1,13 +1,13 @@
 """What all layers with a recurrent state share: unpad, mix, update the cache or prepare its rollback, repad."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Cache
 
 from hf_hybrid_ssm.models.cache import state_layer
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States, packed_rows
 from hf_hybrid_ssm.ops.core.rows import Rows
 
@@ -15,15 +15,9 @@ from hf_hybrid_ssm.ops.core.rows import Rows
 class RecurrentMixin:
     """A layer whose states live in `cache.layers[layer_idx]`; it only says how to `forward_rows`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A layer may call the cache either way in its `forward`."""
-        if "forward" in vars(cls):
-            cls.forward = by_both_cache_names(cls.forward)  # type: ignore[attr-defined]
-        super().__init_subclass__(**kwargs)
-
     layer_idx: int
     takes_pages = False
-    """Whether each of the states in `past` may be a `PagedState`, for one token (`RecurrentStateLayer.hold_pages`)."""
+    """Whether each of the states in `past` may be a `PagedState`, for one token (`PagedLayer`)."""
 
     def forward_rows(
         self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any
@@ -44,19 +38,10 @@ class RecurrentMixin:
         alone."""
         return self.forward_rows(*inputs, past=past, rows=rows, **options)[1]
 
-    @by_both_cache_names
     def forward_with_cache(
-        self,
-        *inputs: torch.Tensor,
-        rows: PackedRows | None = None,
-        cache: Cache | States | None = None,
-        **options: Any,
-    ) -> Any:
-        """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states; of states
-        in the place of a cache, itself."""
-        if isinstance(cache, dict):
-            assert rows is not None
-            return self.forward_rows(*inputs, past=cache, rows=rows, **options)
+        self, *inputs: torch.Tensor, rows: PackedRows | None = None, cache: Cache | None = None, **options: Any
+    ) -> torch.Tensor:
+        """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
         rows = packed_rows(length=inputs[0].shape[1]) if rows is None else rows
         layer = None if cache is None else state_layer(cache, self.layer_idx)
         if rows.return_final_state != (layer is not None):  # a layer that is called alone
@@ -70,10 +55,18 @@ class RecurrentMixin:
         past = states if rows.starts_new_document is None else rows.continued(states)
         y, states_after = self.forward_rows(*inputs, past=past, rows=rows, **options)
         if layer is not None:
-
-            def recompute(first: PackedRows) -> States:
-                tokens = (x[:, : first.length] for x in inputs)
-                return self.states_after(*tokens, past=first.continued(states), rows=first, **options)
-
-            layer.update_states(rows, states_after, recompute)
+            layer.update_states(rows, states_after, partial(self._recompute, inputs, states, options))
         return y if rows.padding is None else rows.repad(y)
+
+    def _recompute(
+        self, inputs: tuple[torch.Tensor, ...], states: States, options: dict[str, Any], first: PackedRows
+    ) -> States:
+        """The states after the `first` tokens of an earlier forward, outside of any."""
+        hook = getattr(self, "_hf_hook", None)  # of accelerate, which brings offloaded parameters in for a forward
+        if hook is not None:
+            hook.pre_forward(self)
+        tokens = (x[:, : first.length] for x in inputs)
+        states = self.states_after(*tokens, past=first.continued(states), rows=first, **options)
+        if hook is not None:
+            hook.post_forward(self, None)
+        return states

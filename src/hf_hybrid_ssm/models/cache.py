@@ -1,355 +1,23 @@
-"""The cache layer that transformers lacks: named states of any shape, a token count, and exact rollback.
+"""What a forward does with its cache: make or check it, count its tokens, and mark it while its layers advance.
 
-transformers' own `LinearAttentionLayer` does not serve: it has no length (`get_seq_length`), and once it holds a
-recurrent state no `crop`, which assisted generation and prompt lookup need.
-
-`DynamicCache(config=config)` and `StaticCache(config=config, ...)` build it for every layer whose `config.layer_types`
-entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse and continuation work as for any other
-model.
+A cache that an error or an interrupt left half updated, its layers at different tokens, must not be reused. A forward
+marks its cache before the first layer and takes the mark away after the last: two attributes of Python, and no
+operation. Only a cache that bears the mark is looked at, by the next call.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from hf_hybrid_ssm.models.configuration import (
-    STATE_AND_KEYS_LAYER_TYPE,
-    STATE_LAYER_TYPE,
-    WINDOW_LAYER_TYPE,
-)
-from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
-from hf_hybrid_ssm.models.unfinished import check_finished
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
+from hf_hybrid_ssm.models.state_layers import Recompute, RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
-
-STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE)
-
-Recompute = Callable[[PackedRows], States]
-
-
-class _RecordedForward(NamedTuple):
-    """What it takes to undo one forward, wholly or in part."""
-
-    rows: PackedRows
-    previous: States
-    previous_packing_state: States
-    recompute: Recompute | None
-    with_gradient: bool
-
-
-def _in_place(recompute: Recompute, first: PackedRows) -> States:
-    return recompute(first)
-
-
-class RecurrentStateLayer(CacheLayerMixin):
-    """The states of one layer between two forwards: `states[name]`, each with the batch in front.
-
-    Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
-    and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
-    and a function that recomputes those after the first tokens of that forward.
-
-    While no past is recorded, a forward of one token without gradients may update the states in place. To keep the
-    present ones, copy the cache first (`copy.deepcopy`).
-
-    `packing_state` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are
-    packed.
-    """
-
-    _layer_type: str | None = STATE_LAYER_TYPE
-    holds_states = True
-    is_sliding = True  # it does not grow: masks are to be sized by a layer that does
-    supports_early_init = False
-    is_croppable = True
-    max_cache_len: int | None = None  # room for tokens, of a static one
-    keeps_all_tokens = False  # its attention has no window: it needs the keys of every token
-
-    def __init__(self, **kwargs):
-        super().__init__()
-        self.states: States = {}
-        self.packing_state: States = {}
-        self.pages: torch.Tensor | None = None
-        self.seen_tokens: int | torch.Tensor = 0
-        self.is_torn = False  # its states are being replaced: they belong to no number of tokens
-        self.record_past = False
-        self.is_of_assistant = False  # see `let_assistant_forget`
-        self.history: list[_RecordedForward] = []
-        # runs a recomputation where the weights are; see `hf_hybrid_ssm.models.sharded_rollback`
-        self.gathering: Callable[[Recompute, PackedRows], States] = _in_place
-        self._made_without_gradient = False
-        self.device: torch.device | None = None
-        self.model_type: str | None = None
-
-    def states_before(self) -> States:
-        """The states before the tokens of a forward, empty before the first one.
-
-        A model's layer asks for them once a forward, before it mixes its rows, and calls `update_states` once after
-        that. So a layer of the cache may fetch them from elsewhere, as in sequence parallelism.
-        """
-        return self.states
-
-    def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
-        """Replace the states by those after more tokens.
-
-        Args:
-            rows: of the forward. With `rows.overwrites_states` the states may be the same tensors, which were updated
-                in place, while the layer was marked as torn.
-            states: name → tensor (B, ...). Every name of the layer is given at every call.
-            recompute: `recompute(rows.first(n))` returns the states after the first n < L tokens of this forward;
-                called only by `crop`, and kept only while the past is recorded. Without it, `crop` can undo this
-                forward only as a whole, as it does one of a single token.
-        """
-        if rows.overwrites_states:
-            self.states, self.packing_state = states, rows.packing_state
-            self.seen_tokens += 1
-            self.is_torn = False
-            return
-        if self.record_past:
-            self.history.append(
-                _RecordedForward(rows, self.states, self.packing_state, recompute, torch.is_grad_enabled())
-            )
-        self.is_torn = True
-        self.states = {name: _clone_if_view(state) for name, state in states.items()}
-        self.packing_state = rows.packing_state
-        self.seen_tokens += rows.length
-        self.is_torn = False
-        self.is_initialized = True
-        if states:  # a server may keep all that there is
-            self.device = next(iter(states.values())).device
-        self._made_without_gradient = not torch.is_grad_enabled()
-
-    def may_be_overwritten(self) -> bool:
-        """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
-
-        They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
-        (tensors made in inference mode, outside of it).
-        """
-        if self.pages is not None:
-            return True
-        if self.record_past or not self._made_without_gradient:
-            return False
-        if torch.compiler.is_compiling():
-            return self.is_compileable
-        inference = torch.is_inference_mode_enabled()
-        return inference or not any(state.is_inference() for state in self.states.values())
-
-    def hold_pages(self, states: States, pages: torch.Tensor) -> None:
-        """Bind the layer to B pages of a server's state pool for one decoding step, which updates them in place.
-
-        Args:
-            states: name → memory of P pages (P, ...).
-            pages: (B,) int64, the page of each text.
-        """
-        # an op takes it in the place of a state
-        self.states = {name: PagedState(memory, pages) for name, memory in states.items()}  # type: ignore[misc]
-        self.pages = pages
-        self.seen_tokens = 1  # one column stands for all that went before
-        self.is_initialized = True
-        self.device = pages.device
-
-    def hold_served(self, states: States, keys: ServedKeys, pages: torch.Tensor) -> None:
-        """Bind the layer to B pages, with the keys of its full attention in the server's KV cache.
-
-        Args:
-            states: the layer's other states, name → tensor (B, ...), which a step may overwrite.
-            keys: how the server attends.
-            pages: (B,) int64, the page of each text.
-        """
-        self.states = {**states, "keys": keys}  # type: ignore[dict-item]
-        self.pages = pages
-        self.seen_tokens = 1
-        self.is_initialized = True
-        self.device = pages.device
-
-    @property
-    def batch_size(self) -> int:
-        if not self.states:
-            raise AttributeError("the layer holds no states yet")
-        return (next(iter(self.states.values())) if self.pages is None else self.pages).shape[0]
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, then drop the recording. The tokens must lie within it: an
-        assistant's layer forgets all where they do not."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be negative: the number of tokens to remove.")
-        if not self.record_past:
-            raise RuntimeError(
-                "crop needs the recorded past: call `activate_past_recording()` on the cache before the forwards that "
-                "may have to be undone."
-            )
-        recorded = sum(forward.rows.length for forward in self.history)
-        if -tokens_to_remove > recorded and self.is_of_assistant:
-            self.reset()
-            return
-        if -tokens_to_remove > recorded:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove} goes {-tokens_to_remove - recorded} tokens beyond the recorded "
-                "past, which starts at the last `crop`."
-            )
-        remaining = -tokens_to_remove
-        while remaining > 0:
-            forward = self.history[-1]
-            length = forward.rows.length
-            length_left = max(length - remaining, 0)
-            if length_left and forward.recompute is None:
-                raise RuntimeError(
-                    f"tokens_to_remove={tokens_to_remove} goes back into a forward of {length} tokens whose states "
-                    "were given without a way to recompute them: remove all of its tokens or none."
-                )
-            self.history.pop()
-            self.states, self.packing_state = forward.previous, forward.previous_packing_state
-            if length_left and forward.recompute is not None:
-                first = forward.rows.first(length_left)
-                with torch.set_grad_enabled(forward.with_gradient):
-                    self.states = self.gathering(forward.recompute, first)
-                self.packing_state = first.packing_state
-            self.seen_tokens -= length - length_left
-            remaining -= length - length_left
-        self.history.clear()
-
-    def reset(self) -> None:
-        self.states, self.packing_state = {}, {}
-        self.seen_tokens = 0
-        self.history.clear()
-        self.is_initialized = self.is_torn = False
-
-    def reset_rows(self, begins: torch.Tensor) -> None:
-        """Detach all states; where `begins` (B,) is true, a row gets the state before the first token, in every family
-        zero."""
-        self._apply(lambda state: with_zero_rows(state.detach(), begins))
-
-    def zero_states(self, keep: Collection[str] = ()) -> None:
-        """Forget what all states say but those named in `keep`."""
-        self.states = {name: x if name in keep else torch.zeros_like(x) for name, x in self.states.items()}
-        self.history.clear()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._apply(lambda state: state.index_select(0, indices.to(state.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def offload(self) -> None:
-        self._apply(lambda state: state.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        self._apply(lambda state: state.to(self.device, non_blocking=True))
-
-    def get_seq_length(self) -> int:
-        return self.seen_tokens  # type: ignore[return-value]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen_tokens + query_length, 0  # type: ignore[return-value]
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
-
-    update = lazy_initialization
-
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.states = {name: function(state) for name, state in self.states.items()}
-        self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
-        self.history.clear()
-
-
-class WindowLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `WINDOW_LAYER_TYPE`."""
-
-    _layer_type = WINDOW_LAYER_TYPE
-
-
-class StateAndKeysLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for layers of the type `STATE_AND_KEYS_LAYER_TYPE`."""
-
-    _layer_type = STATE_AND_KEYS_LAYER_TYPE
-    keeps_all_tokens = True
-
-
-class StaticRecurrentStateLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
-
-    _layer_type = None
-    is_compileable = True
-    is_croppable = False
-    max_cache_len: int
-
-    def __init__(self, max_cache_len: int, **kwargs):
-        super().__init__()
-        self.max_cache_len = max_cache_len
-
-    def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
-        if not self.is_initialized:
-            self._allocate(states)
-        self._made_without_gradient = True  # they are copies
-        self.is_torn = True
-        self.packing_state = rows.packing_state
-        for name, state in states.items():
-            if state is not self.states[name]:
-                self.states[name].copy_(state)
-        self.seen_tokens.add_(rows.length)  # type: ignore[union-attr]
-        self.is_torn = False
-
-    def zero_states(self, keep: Collection[str] = ()) -> None:
-        for name, state in self.states.items():
-            if name not in keep:
-                state.zero_()
-
-    def _allocate(self, states: States) -> None:
-        self.device = next(iter(states.values())).device
-        self.states = {
-            name: torch.zeros_like(state, requires_grad=False, memory_format=torch.contiguous_format)
-            for name, state in states.items()
-        }
-        self.seen_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        if not torch.compiler.is_compiling():
-            for tensor in (*self.states.values(), self.seen_tokens):
-                torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise RuntimeError(
-            "a static cache cannot go back: its states are overwritten in place; use "
-            "`DynamicCache(config=model.config)`."
-        )
-
-    def get_max_length(self) -> int:
-        return self.max_cache_len
-
-    def reset(self) -> None:
-        self.packing_state, self.is_torn = {}, False
-        if isinstance(self.seen_tokens, torch.Tensor):  # zeros are the state before the first token in every family
-            for tensor in (*self.states.values(), self.seen_tokens):
-                tensor.zero_()
-
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
-        for name, state in self.states.items():
-            mapped = function(state)
-            if mapped.shape == state.shape and mapped.device == state.device:
-                state.copy_(mapped)
-            else:
-                self.states[name] = mapped
-
-
-class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
-    """`StaticRecurrentStateLayer` of a layer that keeps the keys of all tokens: it has no room for more than these."""
-
-    keeps_all_tokens = True
-
-
-STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
-STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
+from hf_hybrid_ssm.ops.core.pages import ServedKeys
 
 
 def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
@@ -424,13 +92,6 @@ def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
         layer.reset_rows(begins)
 
 
-def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
-    """A small view must not keep the activations of a whole prompt alive."""
-    if not torch.compiler.is_compiling() and state.untyped_storage().nbytes() > state.numel() * state.element_size():
-        return state.clone()
-    return state
-
-
 def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, States]:
     """The number of tokens in a cache and its packing state, from the first layer that has any: all hold the same.
 
@@ -444,20 +105,26 @@ def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, S
     return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
 
 
-def may_overwrite_states(cache: Cache | None) -> bool:
+def read_rows(cache: Cache | None, shape: torch.Size | tuple[int, ...], **inputs: Any) -> PackedRows:
+    """The rows (B, L) of a forward that goes on from a cache.
+
+    Args:
+        inputs: as of `resolve_packing`.
+    """
+    layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "holds_states", False)]
+    return resolve_packing(
+        shape,
+        tokens_and_packing_state(cache),
+        return_final_state=cache is not None,
+        capacity=layers[0].max_cache_len if layers else None,
+        may_overwrite=partial(_may_overwrite, layers),
+        **inputs,
+    )
+
+
+def _may_overwrite(layers: list[RecurrentStateLayer]) -> bool:
     """Whether a step may compute the next states of all layers in place of those in the cache."""
-    for layer in getattr(cache, "layers", ()):
-        if getattr(layer, "holds_states", False) and layer.states and not layer.may_be_overwritten():
-            return False
-    return True
-
-
-def capacity_of(cache: Cache | None) -> int | None:
-    """The tokens that a static cache has room for; None if it grows."""
-    for layer in getattr(cache, "layers", ()):
-        if getattr(layer, "holds_states", False):
-            return layer.max_cache_len
-    return None
+    return all(layer.may_be_overwritten() for layer in layers if layer.states)
 
 
 FITTERS: dict[str, Callable[[Any, Any], None]] = {}
@@ -495,8 +162,11 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
         cache.layer_class_to_replicate = None
     fit_cache(cache, config)
     layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
-    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
-    if [is_recurrent_state_layer(layer) for layer in layers] != wanted:
+    # fewer layers run while generation exits early
+    used = getattr(config, "num_decoder_layers", config.num_hidden_layers)
+    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types[:used]]
+    held = [is_recurrent_state_layer(layer) for layer in layers]
+    if held[:used] != wanted or len(held) not in (used, len(layer_types)):
         filled = any(
             getattr(layer, "is_initialized", False) and not is_recurrent_state_layer(layer) for layer in layers
         )
@@ -535,7 +205,7 @@ def _keeps_all_tokens(layer: Any) -> bool:
     return layer.keeps_all_tokens if is_recurrent_state_layer(layer) else not getattr(layer, "is_sliding", True)
 
 
-def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
+def _check_content(layer: Any, index: int, model_type: str, batch_size: int) -> None:
     holds = is_recurrent_state_layer(layer)
     if holds:
         size = layer.batch_size if layer.states else None
@@ -586,3 +256,62 @@ def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
         torch._assert_async(~is_held, message)
     elif bool(is_held):
         raise ValueError(message)
+
+
+def begin_forward(cache: Cache | None) -> None:
+    """Mark a cache before its layers read more tokens."""
+    if cache is not None and cache.layers and not torch.compiler.is_compiling():
+        cache.layers[0].unfinished = True
+
+
+def finish_forward(cache: Cache | None, model: Any) -> None:
+    """Take the mark away: all layers have read the same tokens."""
+    if cache is None or not cache.layers:
+        return
+    if not torch.compiler.is_compiling():
+        cache.layers[0].unfinished = False
+    remember_units(cache, model, model.layers)
+
+
+def check_finished(cache: Cache) -> None:
+    """
+    Raises:
+        ValueError: the last forward broke off, and the layers disagree about the tokens that they have read, or one of
+            them was being overwritten.
+    """
+    layers = cache.layers
+    if not layers or torch.compiler.is_compiling() or not getattr(layers[0], "unfinished", False):
+        return
+    counts = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
+    if len(set(counts)) > 1 or any(getattr(layer, "is_torn", False) for layer in layers):
+        raise ValueError(
+            "cache is half advanced: the last forward with it broke off (an error or an interrupt), and its "
+            f"layers have read {counts} tokens. Read the text again with a new cache, or go on with a copy that was "
+            "made before (copy.deepcopy)."
+        )
+
+
+def remember_units(cache: Cache, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Tell the layers of a cache that records its past how to gather the weights of the model's blocks, if they are
+    in shards: `crop` recomputes states outside of any `forward`, around which FSDP2 gathers them."""
+    if not any(getattr(layer, "record_past", False) for layer in cache.layers):
+        return
+    units = [module for module in model.modules() if hasattr(module, "unshard")]
+    if not units:
+        return
+    for layer, block in zip(cache.layers, blocks):
+        parts = set(block.modules())
+        layer.gathering = _gathering([unit for unit in units if unit in parts or block in set(unit.modules())])
+
+
+def _gathering(units: list[Any]) -> Callable[[Recompute, PackedRows], States]:
+    def run(recompute: Recompute, first: PackedRows) -> States:
+        for unit in units:
+            unit.unshard()
+        try:
+            return recompute(first)
+        finally:
+            for unit in units:
+                unit.reshard()
+
+    return run

@@ -1,11 +1,12 @@
 """What the configurations of all families share: presets, derived fields, and checks."""
 
+import dataclasses
 import difflib
 import logging
 import math
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,15 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_hybrid_ssm.models.connections import CONNECTIONS
-from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
-
-# Cache layers with named states: of a recurrence, of window attention, of a layer that keeps the keys of all tokens
-# too; a family with several kinds must tell them apart. Here rather than beside the cache, since configurations do
-# without torch.
+# Types of layers whose cache holds named states, of a recurrence or with the keys of all tokens. They are here rather
+# than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
-WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
+# of what the layers of a family keep such states
+STATE_LAYER_TYPES = ("longhorn", "window_attention", "bst", "block_recurrent")
+STATE_LAYER_TYPES += (STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE)
 
 GPT2_END_OF_TEXT = 50256
 ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -30,6 +29,16 @@ ROPE_BY_LENGTH = ("dynamic", "longrope")
 turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
 # what a config.json may hold beside the fields of its configuration
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
+# What transformers has inside. Others ("flash_attention_2", a repository of kernels) are code that it may fetch: they
+# are for whoever loads the model to choose.
+INSIDE = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention"),
+    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
+}
+# the most that is built of a saved configuration, and read of one: entries of a list or an object, letters of a string
+MOST = dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers"), 1024)
+MOST |= {"num_labels": 1 << 16}
+MOST_ENTRIES, LONGEST = 1 << 17, 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +49,30 @@ else:
     Derived = T | None
 """A field that is computed from other fields unless it is set; None stands for the default, and is never read."""
 DERIVED: Any = None
+
+
+@dataclasses.dataclass
+class Hooks:
+    """What the levels above models add to loading and saving, filled in by `hf_hybrid_ssm.auto`: models import nothing
+    from above. In exported code they stay empty, for a folder's code runs alone.
+
+    Args:
+        code_exporter: configuration class → the module that writes its code beside a checkpoint, with `auto_map_of`,
+            `check_exportable` and `write_code`; None for a class whose code is not exported.
+        check_weight_files: raises a ValueError if the weight files of a folder are incomplete.
+        delta_arguments: folder, teacher and the keywords of `from_pretrained` → the keywords that load a delta with
+            its teacher; None if the folder holds no delta.
+        prefix_cache_of_process: the cache of states by prefix that `generate` uses where it is given none; None if
+            this process has none.
+    """
+
+    code_exporter: Callable[[type], ModuleType | None] | None = None
+    check_weight_files: Callable[[Any], None] | None = None
+    delta_arguments: Callable[[Any, Any, dict[str, Any]], dict[str, Any] | None] | None = None
+    prefix_cache_of_process: Callable[[], Any] | None = None
+
+
+HOOKS = Hooks()
 
 
 def gpt2_end_of_text(config: Any) -> int | None:
@@ -94,7 +127,7 @@ class SavedWithCode:
     @property
     def code_exporter(self) -> ModuleType | None:
         """Who writes the code of this configuration's family beside it; None if nobody does."""
-        exporter_of = CONNECTIONS.code_exporter
+        exporter_of = HOOKS.code_exporter
         return None if exporter_of is None else exporter_of(type(self))
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
@@ -220,7 +253,7 @@ class HybridConfigMixin(SavedWithCode):
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def validate_layer_type(self) -> None:
-        """Overridden by configurations with `block_types`."""
+        """Overridden by configurations whose `layer_types` is a field."""
 
     def validate_architecture(self) -> None:
         """Overridden by every configuration: fields that must fit each other."""
@@ -333,11 +366,62 @@ class HybridConfigMixin(SavedWithCode):
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
 
-    def check_block_types(self, choices: tuple[str, ...]) -> None:
-        """`block_types` must name one of `choices` for each layer."""
-        block_types = self.block_types  # type: ignore[attr-defined]
-        layers = self.num_hidden_layers  # type: ignore[attr-defined]
-        if len(block_types) != layers:
-            raise ValueError(f"block_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
-        if unknown := sorted(set(block_types) - set(choices)):
-            raise ValueError(f"block_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
+    def check_layer_types(self, choices: tuple[str, ...]) -> None:
+        """`layer_types` must name one of `choices` for each layer."""
+        kinds, layers = self.layer_types, self.num_hidden_layers  # type: ignore[attr-defined]
+        if len(kinds) != layers:
+            raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers={layers}.")
+        if unknown := sorted(set(kinds) - set(choices)):
+            raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
+
+
+def check_saved_configuration(saved: Mapping[str, Any], config_class: type) -> None:
+    """A config.json may be untrusted: it names no remote code, overrides no method, and its sizes are bounded.
+
+    Raises:
+        ValueError: names the first field that a saved configuration of this class may not have, or not so.
+    """
+    check_sizes(saved)
+    fields = {field.name for field in dataclasses.fields(config_class)} | {"model_type"}
+    for name, value in saved.items():
+        _check_implementations(name, value)
+        known = getattr(config_class, name, None)
+        if known is not None and name not in fields and not isinstance(known, property):
+            raise ValueError(f"{name} is a part of {config_class.__name__} itself, and no field of a configuration.")
+
+
+def check_sizes(saved: Mapping[str, Any]) -> None:
+    """A ValueError that names the first field of any configuration, or of one inside of it, that is beyond what is
+    read or built."""
+    for name, value in saved.items():
+        if isinstance(value, dict):
+            check_sizes(value)
+        most = MOST.get(name)
+        if most is not None and isinstance(value, int) and value > most:
+            raise ValueError(f"{name}={value} is beyond {most:,}, the most that is built of a saved configuration.")
+        if isinstance(value, list | dict) and len(value) > MOST_ENTRIES:
+            raise ValueError(f"{name} has {len(value):,} entries, and at most {MOST_ENTRIES:,} are read.")
+        if isinstance(value, str) and len(value) > LONGEST:
+            raise ValueError(f"{name} has {len(value):,} letters, and at most {LONGEST:,} are read.")
+
+
+def _check_implementations(name: str, value: Any) -> None:
+    """`check_implementation` of a saved field, and of those of a configuration inside of it."""
+    chooses = str(name).removeprefix("_").removesuffix("_internal")
+    check_implementation(chooses, value)
+    if isinstance(value, dict) and chooses not in INSIDE:
+        for inner, chosen in value.items():
+            _check_implementations(inner, chosen)
+
+
+def check_implementation(name: str, value: Any) -> None:
+    """A ValueError if a field that chooses an implementation (by part of the model, where it is an object) names one
+    that transformers does not have inside."""
+    if name not in INSIDE:
+        return
+    for chosen in value.values() if isinstance(value, dict) else (value,):
+        if chosen is not None and chosen not in INSIDE[name]:
+            raise ValueError(
+                f"{name}={chosen!r} is not among {', '.join(map(repr, INSIDE[name]))}, which transformers has inside: "
+                "a saved configuration chooses no other; give it to from_pretrained instead."
+            )

@@ -1,32 +1,25 @@
-"""What the heads of all families share."""
+"""What the heads of all families share: one forward, over a base model.
+
+A head is placed before the pretrained class of its family, and says what it adds to the base model (`_build_head`),
+what its targets must be, and its logits and loss.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import (
-    CausalLMOutputWithPast,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
-    SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from hf_hybrid_ssm.models.base import WithoutContinuousBatching
-from hf_hybrid_ssm.models.cache_names import (
-    CACHE,
-    CausalLMOutputWithCache,
-    SequenceClassifierOutputWithCache,
-    by_both_cache_names,
-)
-from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.ended_rows import reads_padding
+from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.models.losses import (
     cross_entropy,
@@ -34,33 +27,118 @@ from hf_hybrid_ssm.models.losses import (
     sequence_classification_loss,
     token_classification_loss,
 )
-from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
+from hf_hybrid_ssm.models.outputs import (
+    CACHE,
+    CausalLMOutputWithCache,
+    SequenceClassifierWithCache,
+    by_both_cache_names,
+)
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
+Logits = Any
+"""A tensor, or those of the start and of the end of a span; None where a fused loss never held them."""
+Predicted = tuple[Logits, torch.Tensor | None]
+"""Logits and, where there are targets, the loss."""
 
-class LMHead:
-    """A prediction of tokens over the family's base model; placed before the pretrained class, like all heads here."""
+
+class Head:
+    """The forward of all heads."""
 
     config: Any
     training: bool
     post_init: Callable[[], None]
     loss_function: Callable[..., torch.Tensor]
-    base_model_class: type[nn.Module]
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}
+    base_model_class: Callable[[Any], nn.Module]
+    output_class: ClassVar[type]
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_model_class(config)
-        self.lm_head = self._build_lm_head(config)
+        self._build_head(config)
         self.post_init()
 
-    def _build_lm_head(self, config: PreTrainedConfig) -> nn.Module:
+    def _build_head(self, config: Any) -> None:
+        raise NotImplementedError
+
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, **options: Any) -> None:
+        """Before the base model runs; `inputs` (B, L, ...) are its token ids or embeddings."""
+
+    def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the head reads of (B, L, D)."""
+        return hidden_states
+
+    def _predict(self, hidden_states: torch.Tensor, targets: Any, **options: Any) -> Predicted:
+        """Logits and, where there are targets, the loss."""
+        raise NotImplementedError
+
+    def _output(self, logits: Logits, **fields: Any) -> Any:
+        return self.output_class(logits=logits, **fields)
+
+    @can_return_tuple
+    @by_both_cache_names
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache=None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Any:
+        r"""
+        labels (`torch.Tensor`, *optional*):
+            The class of each row of shape `(batch_size,)` (a value with `num_labels == 1`), or the class or the masked
+            token at each position of shape `(batch_size, sequence_length)`, -100 to ignore it.
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
+        return self._forward(inputs, labels, {}, kwargs)
+
+    def _forward(self, inputs: dict[str, Any], targets: Any, options: dict[str, Any], kwargs: Any) -> Any:
+        """
+        Args:
+            inputs: of the base model.
+            options: of the head alone.
+            kwargs: of both.
+        """
+        if targets is not None:
+            given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+            self._check_targets(targets, given, **options)
+        outputs = self.model(**inputs, **kwargs)
+        logits, loss = self._predict(self._read(outputs.last_hidden_state, inputs), targets, **options, **kwargs)
+        fields = {"loss": loss, "hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        if hasattr(self.output_class, CACHE):
+            fields[CACHE] = outputs.cache
+        return self._output(logits, **fields)
+
+
+class LMHead(Head):
+    """A prediction of tokens."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}
+
+    def _build_head(self, config: Any) -> None:
+        self.lm_head = self._build_lm_head(config)
+
+    def _build_lm_head(self, config: Any) -> nn.Module:
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
         return hidden_states
+
+    def _check_targets(
+        self, targets: torch.Tensor, inputs: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0
+    ) -> None:
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        shape = inputs.shape[:2] if inputs is not None and keeps_all else None
+        check_labels(targets, self.config.vocab_size, shape)
 
     def _uses_fused_loss(self) -> bool:
         """Whether the loss is computed from hidden states and the head's weight. A head that is wrapped (LoRA,
@@ -71,20 +149,19 @@ class LMHead:
     def _predict(
         self,
         hidden_states: torch.Tensor,
-        labels: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        *,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(B, L, D) of the base model and labels (B, L) → logits and loss; a fused loss never holds all logits."""
         hidden_states = self._pre_head(hidden_states)
-        if labels is not None and self._uses_fused_loss():
-            return None, self._fused_loss(hidden_states, labels, **kwargs)
+        if targets is not None and self._uses_fused_loss():
+            return None, self._fused_loss(hidden_states, targets, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
-        if labels is None:
+        if targets is None:
             return logits, None
-        return logits, self.loss_function(
-            logits=logits, labels=labels.contiguous(), vocab_size=self.config.vocab_size, **kwargs
-        )
+        sizes = {"vocab_size": self.config.vocab_size}
+        return logits, self.loss_function(logits=logits, labels=targets.contiguous(), **sizes, **kwargs)
 
     def _targets(self, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """(B, L) labels → the token that belongs at each position."""
@@ -120,8 +197,10 @@ class LMHead:
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGeneration, LMHead):
+class CausalLMHead(HybridGenerationMixin, LMHead):
     """Next-token prediction."""
+
+    output_class = CausalLMOutputWithCache
 
     @can_return_tuple
     @by_both_cache_names
@@ -137,7 +216,7 @@ class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGene
         seq_idx: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> Any:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Token ids to predict, equal to `input_ids` (they are shifted inside); -100 is ignored.
@@ -146,48 +225,9 @@ class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGene
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
-        if labels is not None:
-            inputs = input_ids if inputs_embeds is None else inputs_embeds
-            keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-            shape = inputs.shape[:2] if inputs is not None and keeps_all else None
-            check_labels(labels, self.config.vocab_size, shape)
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            seq_idx=seq_idx,
-            **kwargs,
-        )
-        logits, loss = self._predict(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithCache(
-            loss=loss,
-            logits=logits,
-            **{CACHE: outputs.cache},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-    def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
-        """No step after the first begins a document, whose positions then need no look; nor does its mask, while all
-        rows go on."""
-        return {"continues_documents": not is_first_iteration and not reads_padding()}
-
-    @staticmethod
-    @by_both_cache_names
-    def create_masks_for_generate(
-        config, inputs_embeds, attention_mask, cache, is_first_iteration=False, **kwargs
-    ) -> dict:
-        """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended.
-
-        transformers' `create_recurrent_attention_mask` does not serve: it drops the columns of earlier tokens, and so
-        where their padding was, and ignores masks that it does not understand.
-        """
-        if inputs_embeds.shape[1] == 1 and not is_first_iteration:
-            attention_mask = attention_mask[:, -1:] if reads_padding() else None  # of one shape at every step
-        return {STATE_LAYER_TYPE: attention_mask}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
+        return self._forward(inputs, labels, {"logits_to_keep": logits_to_keep}, kwargs)
 
     def _targets(
         self, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs: Any
@@ -200,105 +240,38 @@ class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGene
 class MaskedLMHead(LMHead):
     """Prediction of masked tokens over a base model whose tokens see both sides."""
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        seq_idx: torch.IntTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        r"""
-        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The token that belongs at each masked position; -100 elsewhere.
-        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The document each token of a packed row belongs to; states and attention do not cross documents.
-        """
-        if labels is not None:
-            inputs = input_ids if inputs_embeds is None else inputs_embeds
-            check_labels(labels, self.config.vocab_size, None if inputs is None else inputs.shape[:2])
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            seq_idx=seq_idx,
-            **kwargs,
-        )
-        logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    output_class = MaskedLMOutput
 
 
-class SequenceClassificationHead:
+class SequenceClassificationHead(Head):
     """A linear classifier over the last real token of the family's causal base model.
 
     The last real token is the last one the attention mask marks as real; without a mask, the last that is not
     `config.pad_token_id`. Either side may be padded. (transformers' generic head goes by `pad_token_id` alone.)
     """
 
-    base_model_class: type[nn.Module]
-    config: Any
-    post_init: Callable[[], None]
-    loss_function: Callable[..., torch.Tensor]
+    output_class = SequenceClassifierWithCache
     _loss_function = staticmethod(sequence_classification_loss)
 
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)  # type: ignore[call-arg]
+    def _build_head(self, config: Any) -> None:
         self.num_labels = config.num_labels
-        self.model = self.base_model_class(config)
         self.score = nn.Linear(config.hidden_size, self._num_scores(config), bias=False)
-        self.post_init()
 
-    def _num_scores(self, config: PreTrainedConfig) -> int:
+    def _num_scores(self, config: Any) -> int:
         return config.num_labels
 
-    @can_return_tuple
-    @by_both_cache_names
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache=None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutputWithPast:
-        r"""
-        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
-            Class indices (or values, for regression with `num_labels == 1`).
-        """
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        last = last_real_token(input_ids, attention_mask, self.config.pad_token_id, hidden_states.shape[:2])
-        index = torch.arange(hidden_states.shape[0], device=hidden_states.device)
-        pooled_logits = self.score(hidden_states[index, last.to(hidden_states.device)])
-        loss = None
-        if labels is not None:
-            check_class_labels(labels, pooled_logits, self.config.problem_type)
-            targets = {"labels": labels, "pooled_logits": pooled_logits, "config": self.config}
-            loss = self.loss_function(logits=pooled_logits, **targets, **kwargs)
-        return SequenceClassifierOutputWithCache(
-            loss=loss,
-            logits=pooled_logits,
-            **{CACHE: outputs.cache},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        tokens = inputs["input_ids"], inputs["attention_mask"]
+        last = last_real_token(*tokens, self.config.pad_token_id, hidden_states.shape[:2]).to(hidden_states.device)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), last]
+
+    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
+        logits = self.score(hidden_states)
+        if targets is None:
+            return logits, None
+        check_class_labels(targets, logits, self.config.problem_type)
+        of_loss = {"labels": targets, "pooled_logits": logits, "config": self.config}
+        return logits, self.loss_function(logits=logits, **of_loss, **kwargs)
 
 
 class MultipleChoiceHead:
@@ -341,78 +314,37 @@ class MultipleChoiceHead:
         )
 
 
-class TokenClassificationHead:
-    """One class per token, over the family's base model `base_model_class`; its weights are named as in
-    transformers."""
+class TokenClassificationHead(Head):
+    """One class per token; its weights are named as in transformers."""
 
-    base_model_class: Callable[[Any], nn.Module]
-    config: Any
-    post_init: Callable[[], None]
-    loss_function: Callable[..., torch.Tensor]
+    output_class = TokenClassifierOutput
     _loss_function = staticmethod(token_classification_loss)
 
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)  # type: ignore[call-arg]
+    def _build_head(self, config: Any) -> None:
         self.num_labels = config.num_labels
-        self.model = self.base_model_class(config)
         rates = (getattr(config, name, None) for name in ("classifier_dropout", "final_dropout", "hidden_dropout"))
         self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
         self.score = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
-    @can_return_tuple
-    @by_both_cache_names
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache=None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
-        r"""
-        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The class of each token; -100 is ignored.
-        """
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and inputs is not None:
-            check_token_classes(labels, inputs.shape[:2], self.config.num_labels)
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.score(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None) -> None:
+        if inputs is not None:
+            check_token_classes(targets, inputs.shape[:2], self.config.num_labels)
+
+    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
+        logits = self.score(self.dropout(hidden_states))
+        if targets is None:
+            return logits, None
+        return logits, self.loss_function(logits=logits, labels=targets, config=self.config, **kwargs)
 
 
-class QuestionAnsweringHead:
-    """Start and end of a span, over the family's base model `base_model_class`; its weights are named as in
-    transformers."""
+class QuestionAnsweringHead(Head):
+    """Start and end of a span; its weights are named as in transformers."""
 
-    base_model_class: Callable[[Any], nn.Module]
-    config: Any
-    post_init: Callable[[], None]
-    loss_function: Callable[..., torch.Tensor]
+    output_class = QuestionAnsweringModelOutput
     _loss_function = staticmethod(question_answering_loss)
 
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)  # type: ignore[call-arg]
-        self.model = self.base_model_class(config)
+    def _build_head(self, config: Any) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
     @can_return_tuple
     @by_both_cache_names
@@ -432,28 +364,38 @@ class QuestionAnsweringHead:
             The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
             which is a mean over all rows.
         """
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds}
+        is_asked = start_positions is not None or end_positions is not None
+        return self._forward(inputs, (start_positions, end_positions) if is_asked else None, {}, kwargs)
+
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None) -> None:
         if inputs is not None:
-            check_span(start_positions, end_positions, inputs.shape[0])
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
-        loss = None
-        if start_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits.contiguous(),
-            end_logits=end_logits.contiguous(),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            check_span(*targets, inputs.shape[0])
+
+    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
+        logits = self.qa_outputs(hidden_states).unbind(-1)
+        return logits, None if targets is None else self.loss_function(*logits, *targets, **kwargs)
+
+    def _output(self, logits: Logits, **fields: Any) -> Any:
+        start, end = logits
+        return self.output_class(start_logits=start.contiguous(), end_logits=end.contiguous(), **fields)
+
+
+def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The tokens of (B, L, D) whose logits are wanted; transformers has this function from 5.21 on.
+
+    Args:
+        logits_to_keep: the last so many, 0 for all; or indices, of all rows (K,) or of each (B, K); or a mask (B, L),
+            which gives (tokens, D).
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.dim() == 1:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep.unsqueeze(-1), 1)
 
 
 def last_real_token(

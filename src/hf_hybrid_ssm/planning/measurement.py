@@ -15,8 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
+from hf_hybrid_ssm.models.base import let_experts_be_fake
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.models.compat import let_experts_be_fake
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind

@@ -25,10 +25,10 @@ from hf_hybrid_ssm.hub.fingerprint import bytes_of
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
+from hf_hybrid_ssm.models.outputs import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
-from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code, weights_fingerprint
+from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
 FORMAT, VERSION = "hf_hybrid_ssm.context", 3
@@ -113,7 +113,7 @@ def write_context(cache: Cache, path: Path, model: Any, identity: dict[str, Any]
     """`save_context` over what is there, without a warning.
 
     Args:
-        identity: `model_identity` of the model, and its `weights_fingerprint` as "weights".
+        identity: `model_identity` of the model.
         text: "tokens" and "attention_mask", as far as they are saved.
     """
     tensors = _held(cache, model)
@@ -220,7 +220,7 @@ def _nameable(model: Any) -> dict[str, Any]:
         raise ValueError(
             f"{code} may change what the model computes, and no context can name it: take it away to save or load one."
         )
-    return model_identity(model) | {"weights": weights_fingerprint(model)}
+    return model_identity(model)
 
 
 def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:

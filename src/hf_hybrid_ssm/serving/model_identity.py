@@ -38,8 +38,17 @@ Attributes = dict[str, tuple[type, dict[str, str]]]
 
 
 def model_identity(model: Any) -> dict[str, Any]:
-    """All but the weights, as JSON gives it back.
+    """What states in a file are bound to, as JSON gives it back: `_all_but_weights`, and `fingerprint_of` everything
+    that the decoder saves. Its head takes no part.
 
+    Raises:
+        ValueError: weights are on the meta device (offloaded, or never loaded).
+    """
+    return _all_but_weights(model) | {"weights": fingerprint_of(model.get_decoder().state_dict())}
+
+
+def _all_but_weights(model: Any) -> dict[str, Any]:
+    """
     `computation` is what differs from a model that is made from the configuration: the name of a module's attribute →
     its value, the name of another module → its class. It is empty of a model in evaluation mode to which nobody has
     done anything.
@@ -51,15 +60,6 @@ def model_identity(model: Any) -> dict[str, Any]:
         "configuration": architecture(decoder.config),
         "computation": _computation(decoder),
     }
-
-
-def weights_fingerprint(model: Any) -> str:
-    """`fingerprint_of` everything that the decoder saves; its head takes no part.
-
-    Raises:
-        ValueError: weights are on the meta device (offloaded, or never loaded).
-    """
-    return fingerprint_of(model.get_decoder().state_dict())
 
 
 def identity_now(model: Any) -> str:
@@ -76,7 +76,7 @@ def identity_now(model: Any) -> str:
     device = next(decoder.parameters()).device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     kind = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
-    known = json.dumps(model_identity(model), sort_keys=True)
+    known = json.dumps(_all_but_weights(model), sort_keys=True)
     return hashlib.sha256(f"{kind}\n{known}\n{autocast}\n{weights}".encode()).hexdigest()
 
 

@@ -16,8 +16,9 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import prepare_cache, state_layer
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
+from hf_hybrid_ssm.models.state_layers import PagedLayer
 from hf_hybrid_ssm.ops.core.pages import Attend
-from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, hold_served, state_layout
+from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, serve_layer, state_layout
 from hf_hybrid_ssm.students.outputs import logits_of
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
@@ -195,7 +196,7 @@ class PagedModel:
         """(T,) → (T, D) of one text: the memory and time that T tokens take, before there are pages."""
         cache, pages = prepare_cache(None, self.model.config, 1), torch.zeros_like(input_ids[:1], dtype=torch.int64)
         for index in self._attending:
-            hold_served(cache, index, self._attend(index, Requests([len(input_ids)], [0], pages)), {}, pages)
+            serve_layer(cache, index, self._attend(index, Requests([len(input_ids)], [0], pages)), {}, pages)
         decoder, positions = self.model.get_decoder(), None
         if decoder.uses_positions:  # a layer that asks the server counts a token before
             positions = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(0)
@@ -233,14 +234,13 @@ class PagedModel:
         begins = positions[:, 0] == 0 if 0 in requests.seen else None
         in_place = self._take_pages if ids.shape[1] == 1 and begins is None else set()
         for index, views in self._views.items():
-            layer = state_layer(cache, index)
             if index in in_place:
-                layer.hold_pages(views, pages)
+                cache.layers[index] = PagedLayer.from_pages(pages, views, in_place=True)
             elif index not in self._attending:  # one column stands for all that went before
-                layer.update_states(packed_rows(length=1), _gathered(views, pages, begins))
+                state_layer(cache, index).update_states(packed_rows(length=1), _gathered(views, pages, begins))
         for index in self._attending:
             states = _gathered(self._views.get(index, {}), pages, begins)
-            hold_served(cache, index, self._attend(index, requests), states, pages)
+            serve_layer(cache, index, self._attend(index, requests), states, pages)
         mask = _mask(requests.lengths, ids)
         is_masked_by_server = decoder.uses_positions and self._attending
         hidden_states = decoder(

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hf_hybrid_ssm.models.cache_names import CACHE
-from hf_hybrid_ssm.models.prefix_reading import say_once
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.generation import say_once
+from hf_hybrid_ssm.models.outputs import CACHE
+from hf_hybrid_ssm.models.state_layers import own_tensor
 from hf_hybrid_ssm.serving.model_identity import identity_now
 from hf_hybrid_ssm.serving.prefix_folder import PrefixFolder
 from hf_hybrid_ssm.serving.prefix_request import Request
@@ -228,23 +230,23 @@ def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
 def _copied(cache: Cache) -> Cache:
     """With tensors of its own, each of no more memory than its numbers; without a recorded past."""
     twin = copy.copy(cache)
-    twin.layers = []
-    for layer in cache.layers:
-        own = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor):
-                setattr(own, name, _clone(value))
-            elif isinstance(value, dict):
-                setattr(own, name, {key: _clone(inner) for key, inner in value.items()})
-            elif isinstance(value, list):
-                setattr(own, name, [])
-        twin.layers.append(own)
+    twin.layers = [
+        layer.copy() if is_recurrent_state_layer(layer) else _of_transformers(layer) for layer in cache.layers
+    ]
     return twin
 
 
-def _clone(tensor: Any) -> Any:
-    is_tensor = isinstance(tensor, torch.Tensor)
-    return tensor.detach().clone(memory_format=torch.contiguous_format) if is_tensor else tensor
+def _of_transformers(layer: Any) -> Any:
+    """A copy of one of transformers' own layers, whose tensors are attributes or in dictionaries."""
+    own = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(own, name, own_tensor(value))
+        elif isinstance(value, dict):
+            setattr(own, name, {key: own_tensor(inner) for key, inner in value.items()})
+        elif isinstance(value, list):
+            setattr(own, name, [])
+    return own
 
 
 def _tensors(cache: Cache) -> Iterator[torch.Tensor]:

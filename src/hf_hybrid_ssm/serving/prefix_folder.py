@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import Cache
 
 from hf_hybrid_ssm.serving.context import Context, load_context, write_context
-from hf_hybrid_ssm.serving.model_identity import model_identity, weights_fingerprint
+from hf_hybrid_ssm.serving.model_identity import model_identity
 
 NAME = re.compile(r"prefix-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")  # digests of the model and of the tokens
 
@@ -102,7 +102,7 @@ class PrefixFolder:
         """What a file says of the model: worked out once, as a fingerprint takes longer than `identity_now`."""
         known, named = self._last
         if known != identity:
-            named = model_identity(model) | {"weights": weights_fingerprint(model)}
+            named = model_identity(model)
             self._last = (identity, named)
         return named
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_hybrid_ssm.models.cache_names import NEW, OLD
+from hf_hybrid_ssm.models.outputs import NEW, OLD
 from hf_hybrid_ssm.serving.model_identity import unknown_code
 
 SIGNATURE = inspect.signature(GenerationMixin.generate)

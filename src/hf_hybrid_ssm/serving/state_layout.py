@@ -9,11 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache
 
+from hf_hybrid_ssm.models.base import let_experts_be_fake
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
-from hf_hybrid_ssm.models.compat import let_experts_be_fake
 from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.models.state_layers import PagedLayer
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
-from hf_hybrid_ssm.ops.core.pages import Attend, ServedKeys
+from hf_hybrid_ssm.ops.core.pages import Attend
 from hf_hybrid_ssm.ops.local_attention import AttentionState
 
 NAMES = {
@@ -58,7 +59,7 @@ class StateLayout(NamedTuple):
     Args:
         states: in the order of the layers.
         growing: numbers of layers.
-        attention: of those layers, where they ask a server that keeps keys and values (`ServedKeys`).
+        attention: of those layers, where they ask a server that keeps keys and values (`PagedLayer`).
     """
 
     states: list[StateSpec]
@@ -90,18 +91,15 @@ def state_layout(model: Any) -> StateLayout:
     return StateLayout(states, growing, _full_attention(decoder, growing) if growing else [])
 
 
-def hold_served(cache: Cache, index: int, attend: Attend, states: States, pages: torch.Tensor) -> None:
+def serve_layer(cache: Cache, index: int, attend: Attend, states: States, pages: torch.Tensor) -> None:
     """Let layer `index` of a cache ask a server that keeps its keys and values.
 
     Args:
         states: the layer's other states, name → tensor (B, ...).
         pages: (B,) int64, the page of each text.
     """
-    layer: Any = cache.layers[index]
-    if is_recurrent_state_layer(layer):
-        layer.hold_served(states, ServedKeys(attend), pages)
-    else:  # transformers' own
-        layer.served = ServedKeys(attend)
+    holds_states = is_recurrent_state_layer(cache.layers[index])
+    cache.layers[index] = PagedLayer.from_pages(pages, states, attend=attend, holds_states=holds_states)
 
 
 def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
@@ -119,7 +117,7 @@ def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=decoder.device)
     for index in growing:
-        hold_served(cache, index, notes(index), {}, ids[0, :1])
+        serve_layer(cache, index, notes(index), {}, ids[0, :1])
     decoder(ids, cache=cache, use_cache=True)
     return layouts
 

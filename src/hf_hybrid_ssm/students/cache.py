@@ -6,7 +6,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
-from hf_hybrid_ssm.models.cache import RecurrentStateLayer, StaticRecurrentStateLayer, is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StaticRecurrentStateLayer
 
 
 class WindowedLayer(RecurrentStateLayer):

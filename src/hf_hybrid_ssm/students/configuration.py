@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import WINDOW_LAYER_TYPE, SavedWithCode
-from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, SavedWithCode, check_saved_configuration
 
 KINDS = ("full", "window", "none")
 SINKS = ("constant", "first_token")
@@ -99,7 +98,7 @@ class Student:
     @cached_property
     def cache_layer_types(self) -> list[str]:
         """As of `HybridStudentConfig`."""
-        return [layer.attention if layer.is_own else WINDOW_LAYER_TYPE for layer in self.layers]
+        return [layer.attention if layer.is_own else STATE_LAYER_TYPE for layer in self.layers]
 
     def most_full_groups(self, groups: int) -> int:
         """The key/value groups, of so many, that see all tokens in the layer that has most of them."""

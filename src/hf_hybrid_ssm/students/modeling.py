@@ -10,7 +10,8 @@ their teacher's names.
 import inspect
 import re
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,35 +23,28 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils.generic import merge_with_config_defaults
 
-from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel, WithoutContinuousBatching
+from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel
 from hf_hybrid_ssm.models.cache import (
     FITTERS,
-    capacity_of,
+    begin_forward,
     check_cache_without_states,
-    fit_cache,
+    finish_forward,
     holds_states,
     is_recurrent_state_layer,
-    let_assistant_forget,
-    may_overwrite_states,
     prepare_cache,
-    tokens_and_packing_state,
+    read_rows,
 )
-from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
-from hf_hybrid_ssm.models.compat import PackedGeneration
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.ended_rows import reads_padding
+from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
-from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
-from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
-from hf_hybrid_ssm.models.sharded_rollback import remember_units
-from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
+from hf_hybrid_ssm.models.outputs import CACHE, by_both_cache_names, with_both_names
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_student_cache
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
 from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
-from hf_hybrid_ssm.students.outputs import by_both_names, with_both_names
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
 
@@ -248,10 +242,8 @@ class HybridStudentModel(StudentMixin):
             **{CACHE: cache},
             student=forward,
         )
-        finish_forward(cache)
-        if cache is not None:
-            remember_units(cache, self, self.layers)
-        return by_both_names(output)
+        finish_forward(cache, self)
+        return with_both_names(output)
 
     def _rows(
         self, given: torch.Tensor, cache: Cache | None, attention_mask: Any, *, seq_idx: Any, **documents: Any
@@ -263,17 +255,14 @@ class HybridStudentModel(StudentMixin):
         """
         kinds = self.config.plan.own_kinds
         prepared = isinstance(attention_mask, dict)
-        rows = resolve_packing(
+        rows = read_rows(
+            cache,
             given.shape[:2],
-            tokens_and_packing_state(cache),
             attention_mask=attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask,
             seq_idx=seq_idx,
             needs_starts="full" in kinds,
             keeps_padding=bool({"full", "none"} & kinds) and not prepared,
             has_states=attention_mask is None or holds_states(cache),
-            return_final_state=cache is not None,
-            capacity=capacity_of(cache),
-            may_overwrite=partial(may_overwrite_states, cache),
             counts_documents=self.counts_documents,
             **documents,
         )
@@ -330,9 +319,7 @@ def _ranks(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch
     return document_ranks(rows.length, seen=seen, seq_idx=rows.seq_idx, device=device)
 
 
-class HybridStudentForCausalLM(
-    WithoutContinuousBatching, GenerationFromPrefixes, PackedGeneration, StudentMixin, GenerationMixin
-):
+class HybridStudentForCausalLM(HybridGenerationMixin, StudentMixin, GenerationMixin):
     """A student; `HybridStudentForCausalLM(config)` is of the class for the configuration's teacher."""
 
     auto_class = AutoModelForCausalLM
@@ -345,36 +332,18 @@ class HybridStudentForCausalLM(
         base.become_student()
         self.post_init()
 
-    def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
-        """No step after the first begins a document; nor does its mask hide anything, while all rows go on."""
-        return {"continues_documents": not is_first_iteration and not reads_padding()}
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if (cache := model_kwargs.get(CACHE)) is not None:
-            fit_cache(cache, self.config)
-            if generation_config.is_assistant:
-                let_assistant_forget(cache)
-                cache.activate_past_recording()
-
     def create_masks_for_generate(
         self,
         config: Any,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *args: Any,
-        is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Masks made ahead of compiled decoding: of the teacher's own layers, and of the padding."""
-        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
-        options = kwargs | {"is_first_iteration": is_first_iteration}
-        own = make(config, inputs_embeds, attention_mask, *args, **options)
-        if inputs_embeds.shape[1] == 1 and not is_first_iteration:
-            attention_mask = attention_mask[:, -1:] if attention_mask is not None and reads_padding() else None
-        return {STATE_LAYER_TYPE: attention_mask, OF_TEACHER: own}
+        make = getattr(super(HybridGenerationMixin, self), "create_masks_for_generate", create_masks_for_generate)
+        own = make(config, inputs_embeds, attention_mask, *args, **kwargs)
+        return super().create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs) | {OF_TEACHER: own}
 
 
 def student_class(teacher: Any) -> Any:
@@ -402,7 +371,7 @@ def _make_class(teacher: Any) -> Any:
     if is_base:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
-        members["forward"] = by_both_cache_names(with_both_names(teacher.forward))
+        members["forward"] = _by_both_names(teacher.forward)
     parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
     # language models have the name that transformers' tables know, whoever their teacher is
     made = type(own if is_base else parent.__name__, (parent, teacher), members)
@@ -410,6 +379,16 @@ def _make_class(teacher: Any) -> Any:
     if conversions is not None and is_base:  # layers are stored under other names than they have
         register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
+
+
+def _by_both_names(forward: Callable) -> Callable:
+    """A teacher's forward that takes and gives the cache by both names."""
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return with_both_names(forward(*args, **kwargs))
+
+    return by_both_cache_names(call)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 
 PIECE = 512

@@ -33,7 +33,7 @@ WIDE = {"hidden_size": 64, "num_attention_heads": 2}
 LAYERS: dict[str, tuple[str, dict]] = {
     "longhorn + window attention": (
         "longhorn + window and full attention",
-        {"block_types": ["linear_attention", "sliding_attention"], "num_hidden_layers": 2},
+        {"layer_types": ["longhorn", "window_attention"], "num_hidden_layers": 2},
     ),
     "bst block-recurrent": ("bst block-recurrent", {}),
     "spade adaptive": ("spade adaptive", {}),

@@ -9,7 +9,7 @@ import torch
 from hf_hybrid_ssm.evaluation.intervals import wilson_interval
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText
 from hf_hybrid_ssm.hub.tables import Table
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 
 Answers = dict[str, str]
 """Of each kind, text by text, "1" where the whole answer is right and "0" where it is not."""

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
-from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
-from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
+from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES, SsmConfigMixin, default_state_size
+from hf_hybrid_ssm.models.configuration import DERIVED, Derived, HybridConfigMixin
 
-BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
+LAYER_TYPES = ("window_attention", "bst", "block_recurrent")
 STATE_SIZES = {"s4d": 16, "s4": 16}  # the paper's
 
 
@@ -21,26 +20,26 @@ def _default_indices(config: Any) -> list[int]:
     return [index for index in (0, 6, 8) if index < config.num_hidden_layers]
 
 
-def _block_types(config: Any) -> list[str]:
+def _layer_types(config: Any) -> list[str]:
     follows = config.follows("ssm_layers")
     indices = _default_indices(config) if follows else config.ssm_layers
-    return ["bst" if index in indices else "sliding_attention" for index in range(config.num_hidden_layers)]
+    return ["bst" if index in indices else "window_attention" for index in range(config.num_hidden_layers)]
 
 
 def _bst_layers(config: Any) -> list[int]:
-    if config.follows("block_types"):
+    if config.follows("layer_types"):
         return _default_indices(config)
-    return [index for index, block_type in enumerate(config.block_types) if block_type == "bst"]
+    return [index for index, kind in enumerate(config.layer_types) if kind == "bst"]
 
 
 @strict
-class BstConfig(SsmConfigMixin, PreTrainedConfig):
+class BstConfig(SsmConfigMixin, HybridConfigMixin, PreTrainedConfig):
     r"""
     Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
 
-    A stack of window-attention layers ("sliding_attention") in which some ("bst") also attend to context states that a
-    state-space model computes from the whole past. The paper's baselines are the same code: all `block_types`
-    "sliding_attention" is Slide, and a "block_recurrent" layer is a Block-Recurrent Transformer's with a fixed gate
+    A stack of window-attention layers ("window_attention") in which some ("bst") also attend to context states that a
+    state-space model computes from the whole past. The paper's baselines are the same code: all `layer_types`
+    "window_attention" is Slide, and a "block_recurrent" layer is a Block-Recurrent Transformer's with a fixed gate
     and no feed-forward layer on its states.
 
     Args:
@@ -52,7 +51,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
         sliding_window (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
-        block_types (`list[str]`, *optional*): `"sliding_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
+        layer_types (`list[str]`, *optional*): `"window_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
             default from `ssm_layers`.
         ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per key and value
@@ -118,14 +117,14 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         "200m": {},
         "200m-slide": {"ssm_layers": []},
         "200m-block-recurrent": {
-            "block_types": ["block_recurrent" if index == 9 else "sliding_attention" for index in range(12)]
+            "layer_types": ["block_recurrent" if index == 9 else "window_attention" for index in range(12)]
         },
         "400m": {"num_attention_heads": 16, "intermediate_size": 8192, "ssm_layers": [0, 4, 6, 8]},
         "1.3b": {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 16384},
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "block_types": _block_types,
+        "layer_types": _layer_types,
         "ssm_layers": _bst_layers,
         "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type, default_state_size(config)),
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
@@ -139,7 +138,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     intermediate_size: int = 4096
     hidden_act: str = "relu"
     sliding_window: int = 512
-    block_types: Derived[list[str]] = DERIVED
+    layer_types: Derived[list[str]] = DERIVED
     ssm_layers: Derived[list[int]] = DERIVED
     context_variant: str = "sh"
     num_context_states: int = 32
@@ -169,21 +168,16 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
 
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache layer each block needs: always our own."""
-        return [STATE_LAYER_TYPE] * self.num_hidden_layers
-
     def validate_layer_type(self) -> None:
         indices, layers = self.ssm_layers, self.num_hidden_layers
         if len(set(indices)) != len(indices) or any(not 0 <= index < layers for index in indices):
             raise ValueError(
                 f"ssm_layers={indices} must name different layers from 0 to {layers - 1} (num_hidden_layers={layers})."
             )
-        actual = [index for index, block_type in enumerate(self.block_types) if block_type == "bst"]
+        actual = [index for index, kind in enumerate(self.layer_types) if kind == "bst"]
         if sorted(indices) != actual:
-            raise ValueError(f"ssm_layers={indices} contradicts block_types, whose bst layers are {actual}.")
-        self.check_block_types(BLOCK_TYPES)
+            raise ValueError(f"ssm_layers={indices} contradicts layer_types, whose bst layers are {actual}.")
+        self.check_layer_types(LAYER_TYPES)
 
     def validate_architecture(self) -> None:
         """Sizes that fit together."""
@@ -211,11 +205,11 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
                 f"ssm_discretization={self.ssm_discretization!r} does not exist for ssm_type={self.ssm_type!r}, which "
                 f"has {choices}."
             )
-        if self.bidirectional and (self.context_variant == "mf" or "block_recurrent" in (self.block_types or [])):
+        if self.bidirectional and (self.context_variant == "mf" or "block_recurrent" in (self.layer_types or [])):
             raise ValueError(
                 "bidirectional=True has no meaning for context_variant='mf' or 'block_recurrent' layers, whose states "
                 f"come only from earlier blocks; got context_variant={self.context_variant!r} and "
-                f"block_types={self.block_types}."
+                f"layer_types={self.layer_types}."
             )
         self._check_retrieval()
         self.check_relative_bias(two_sided=self.bidirectional)
@@ -238,10 +232,10 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"retrieval_stride={self.retrieval_stride} would keep none of a block's {slots} context states."
             )
-        if self.bidirectional or "bst" not in (self.block_types or []):
+        if self.bidirectional or "bst" not in (self.layer_types or []):
             raise ValueError(
                 f"retrieval_k={self.retrieval_k} needs 'bst' layers that look back; got bidirectional="
-                f"{self.bidirectional}, block_types={self.block_types}."
+                f"{self.bidirectional}, layer_types={self.layer_types}."
             )
 
 

@@ -9,9 +9,9 @@ def _layer_kinds(config: Any) -> list[str]:
     words = {
         "bst": f"window attention and context states ({config.context_variant.upper()}, {config.ssm_type})",
         "block_recurrent": "block-recurrent attention",
-        "sliding_attention": "window attention",
+        "window_attention": "window attention",
     }
-    return [words[kind] for kind in config.block_types]
+    return [words[kind] for kind in config.layer_types]
 
 
 FAMILY = Family(

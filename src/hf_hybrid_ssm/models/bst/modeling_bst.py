@@ -69,7 +69,7 @@ class BstAttention(nn.Module):
         self.context: ContextStates | None = None
         self.recurrent: RecurrentStates | None = None
         self.context_scale: nn.Parameter | None = None
-        self.has_states = block_type != "sliding_attention"
+        self.has_states = block_type != "window_attention"
         if block_type == "bst":
             self.context = ContextStates(config) if config.retrieval_k is None else RetrievingStates(config)
         elif block_type == "block_recurrent":
@@ -123,7 +123,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = BstAttention(config, config.block_types[layer_idx])
+        self.attention = BstAttention(config, config.layer_types[layer_idx])
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         sizes = config.hidden_size, config.intermediate_size
         self.feed_forward = FeedForward(*sizes, ACT2FN[config.hidden_act], bias=False)
@@ -188,7 +188,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.is_bidirectional = config.bidirectional
         # the more documents, the more blocks
-        kinds, has_memory = set(config.block_types), config.retrieval_k is not None
+        kinds, has_memory = set(config.layer_types), config.retrieval_k is not None
         is_block_by_block = "bst" in kinds and (config.context_variant == "mf" or has_memory)
         self.counts_documents = "block_recurrent" in kinds or is_block_by_block
         self.gradient_checkpointing = False

@@ -19,11 +19,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import holds_states, served_keys, tokens_and_packing_state
-from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
-from hf_hybrid_ssm.models.heads import CausalLMHead
+from hf_hybrid_ssm.models.cache import holds_states, read_rows, served_keys
+from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
-from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
+from hf_hybrid_ssm.models.outputs import CACHE, take_cache
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, append_to_window, local_attention
@@ -52,19 +52,15 @@ class LonghornAttention(nn.Module):
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = config.head_dim
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
+        self.scaling, self.attention_dropout, self.is_causal = self.head_dim**-0.5, config.attention_dropout, True
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -101,7 +97,7 @@ class LonghornAttention(nn.Module):
         return output.flatten(2), weights
 
 
-class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
+class LonghornWindowAttention(RecurrentMixin, LonghornAttention):
     """Attention to the last `sliding_window` tokens, including the current one; padding does not count."""
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
@@ -147,17 +143,31 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         return append_to_window(before, keys, values, self.window.left, rows)._asdict()
 
 
-ATTENTION = {"sliding_attention": LonghornSlidingAttention, "full_attention": LonghornAttention}
+ATTENTION = {"window_attention": LonghornWindowAttention, "full_attention": LonghornAttention}
 
 
-def _has_begun(
-    starts: torch.Tensor,
-    past: int | torch.Tensor,
-    row: torch.Tensor,
-    head: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-) -> torch.Tensor:
+class AttendingModel:
+    """What a base model computes once for all of its attention layers; placed before `HybridModelMixin`."""
+
+    config: Any
+    rotary_emb: RotaryEmbedding | None
+
+    def add_positions(self, config: LonghornConfig) -> None:
+        self.uses_positions = config.has_attention
+        self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
+
+    def _run_layers(
+        self, x: torch.Tensor, rows: PackedRows, cache: Cache | None, *, position_ids=None, masks=None, **kwargs: Any
+    ) -> torch.Tensor:
+        if self.rotary_emb is not None:
+            positions = rows.positions(x.device) if position_ids is None else position_ids
+            masks = attention_masks(self.config, x, rows, cache) if masks is None else masks
+            kwargs |= {"position_embeddings": self.rotary_emb(x, positions)}
+            kwargs |= {"attention_mask": masks.get("full_attention")}
+        return self._through_layers(x, rows, cache=cache, **kwargs)  # type: ignore[attr-defined]
+
+
+def _has_begun(starts, past, row, head, query, key):
     """Whether the key's column is one of the query's document."""
     return key >= starts[row, query - past]
 
@@ -179,11 +189,9 @@ def attention_masks(
             f"attn_implementation={config._attn_implementation!r} has no mask function, without which its layers "
             "attend to padding and to other documents: give one of that name to AttentionMaskInterface.register."
         )
-    starts, past, real = rows.starts, rows.past, rows.full_token_mask
-    has_begun = None
-    if starts is not None and config._attn_implementation == "flex_attention":
-        # not elsewhere: with a function of positions transformers goes through vmap, which torch.export cannot save
-        has_begun = partial(_has_begun, starts, past)
+    starts, real = rows.starts, rows.full_token_mask
+    # not elsewhere: with a function of positions transformers goes through vmap, which torch.export cannot save
+    is_flex = starts is not None and config._attn_implementation == "flex_attention"
     mask = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -191,7 +199,7 @@ def attention_masks(
         **{CACHE: cache},
         # it looks at the padding's values
         allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
-        and_mask_function=has_begun,
+        and_mask_function=partial(_has_begun, starts, rows.past) if is_flex else None,
     )
     if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
         own = (torch.arange(mask.shape[-1], device=mask.device) >= starts.unsqueeze(-1)).unsqueeze(1)
@@ -200,14 +208,14 @@ def attention_masks(
     return {"full_attention": mask}
 
 
-@by_both_cache_names
-def masks_for_generate(
-    config, inputs_embeds, attention_mask, cache, position_ids=None, is_first_iteration=False, **kwargs
-) -> dict:
-    """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended."""
-    rows = resolve_packing(
+def make_masks(
+    config, inputs_embeds, attention_mask, position_ids=None, is_first_iteration=False, **kwargs
+) -> dict[str, torch.Tensor | None]:
+    """As of `HybridGenerationMixin.create_masks_for_generate`, with those of full attention."""
+    cache = take_cache(kwargs)
+    rows = read_rows(
+        cache,
         inputs_embeds.shape[:2],
-        tokens_and_packing_state(cache),
         attention_mask=attention_mask,
         position_ids=position_ids,
         continues_documents=not is_first_iteration,
@@ -216,7 +224,6 @@ def masks_for_generate(
         has_states=holds_states(cache),
     )
     rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
-    padding = CausalLMHead.create_masks_for_generate(
-        config, inputs_embeds, attention_mask, cache, is_first_iteration=is_first_iteration
-    )
+    of_states = HybridGenerationMixin.create_masks_for_generate
+    padding = of_states(config, inputs_embeds, attention_mask, is_first_iteration=is_first_iteration)
     return attention_masks(config, inputs_embeds, rows, cache) | padding

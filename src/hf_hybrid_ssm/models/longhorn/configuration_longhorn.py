@@ -13,17 +13,13 @@ from transformers.modeling_rope_utils import RopeParameters
 from hf_hybrid_ssm.models.configuration import (
     DERIVED,
     GPT2_END_OF_TEXT,
-    STATE_LAYER_TYPE,
-    WINDOW_LAYER_TYPE,
     AbsentWhenNone,
     Derived,
     HybridConfigMixin,
     gpt2_end_of_text,
 )
 
-# The cache layers of blocks that keep states; full attention keeps transformers' own name and cache layer.
-CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
-BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
+LAYER_TYPES = ("longhorn", "window_attention", "full_attention")
 
 
 @strict
@@ -51,10 +47,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
-        block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
-            `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
-            `layer_types`.
-        sliding_window (`int`, *optional*, defaults to 2048): Tokens that sliding attention sees, including the
+        layer_types (`list[str]`, *optional*): One entry for each layer: `"longhorn"`, `"window_attention"` or
+            `"full_attention"`. All Longhorn by default.
+        sliding_window (`int`, *optional*, defaults to 2048): Tokens that window attention sees, including the
             current one.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
@@ -105,7 +100,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "block_types": lambda config: ["linear_attention"] * max(config.num_hidden_layers, 0),
+        "layer_types": lambda config: ["longhorn"] * max(config.num_hidden_layers, 0),
         "time_step_rank": lambda config: math.ceil(config.hidden_size / 16),
         "num_attention_heads": lambda config: config.hidden_size // 64 if config.hidden_size % 64 == 0 else 1,
         "num_key_value_heads": lambda config: config.num_attention_heads,
@@ -131,7 +126,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
-    block_types: Derived[list[str]] = DERIVED
+    layer_types: Derived[list[str]] = DERIVED
     sliding_window: int | None = 2048
     num_attention_heads: Derived[int] = DERIVED
     num_key_value_heads: Derived[int] = DERIVED
@@ -144,53 +139,23 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     bos_token_id: int | None = GPT2_END_OF_TEXT
     eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
 
-    def __post_init__(self, **kwargs):
-        self._take_layer_types(kwargs.pop("layer_types", None))
-        super().__post_init__(**kwargs)
-
-    def _take_layer_types(self, layer_types: list[str] | None) -> None:
-        """`block_types` under the name transformers knows, or as the property `layer_types` gives them."""
-        if layer_types is None:
-            return
-        if not isinstance(layer_types, list | tuple):
-            raise TypeError(f"layer_types must be a list of names, got {layer_types!r}.")
-        own_names = {cache_name: block_type for block_type, cache_name in CACHE_LAYER_TYPES.items()}
-        block_types = [own_names.get(layer_type, layer_type) for layer_type in layer_types]
-        if self.block_types not in (None, block_types):
-            raise ValueError(
-                f"layer_types={layer_types} contradicts block_types={self.block_types}; give one of them."
-            )
-        if unknown := sorted(set(block_types) - set(BLOCK_TYPES)):
-            raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, BLOCK_TYPES))}.")
-        if len(block_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types names {len(block_types)} layers, but num_hidden_layers={self.num_hidden_layers}."
-            )
-        self.block_types = block_types
-
     @property
     def has_attention(self) -> bool:
         """Whether some layer attends."""
-        return any(block_type != "linear_attention" for block_type in self.block_types)
+        return any(kind != "longhorn" for kind in self.layer_types)
 
     @property
     def limits_positions(self) -> bool:
         """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
-        return "full_attention" in self.block_types or self.scales_rope
+        return "full_attention" in self.layer_types or self.scales_rope
 
     @property
     def intermediate_size(self) -> int:
         """Channels D inside a Longhorn block, `expand * hidden_size`; a SwiGLU has `mlp_intermediate_size`."""
         return self.expand * self.hidden_size
 
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache layer each block needs (`block_types` in the words of the cache)."""
-        # generation that exits early lowers the number of layers for a while
-        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in self.block_types[: self.num_hidden_layers]]
-
     def validate_layer_type(self):
-        self.check_block_types(BLOCK_TYPES)
+        self.check_layer_types(LAYER_TYPES)
 
     def validate_architecture(self):
         """Sizes that fit together."""
@@ -221,8 +186,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"{self.num_attention_heads}: heads of {size} channels would leave out {rest}. Choose another number, "
                 "or another head_dim."
             )
-        if self.sliding_window is None and "sliding_attention" in self.block_types:
-            raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
+        if self.sliding_window is None and "window_attention" in self.layer_types:
+            raise ValueError('sliding_window=None, but layer_types has "window_attention" layers: give their window.')
 
 
 __all__ = ["LonghornConfig"]

@@ -6,8 +6,8 @@ from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets, Shapes, u
 
 
 def _layer_kinds(config: Any) -> list[str]:
-    words = {"linear_attention": "Longhorn", "sliding_attention": "window attention"}
-    return [words.get(kind, "full attention") for kind in config.block_types]
+    words = {"longhorn": "Longhorn", "window_attention": "window attention"}
+    return [words.get(kind, "full attention") for kind in config.layer_types]
 
 
 def _recurrent_states(config: Any) -> Shapes:

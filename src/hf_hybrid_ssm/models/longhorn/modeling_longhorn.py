@@ -17,7 +17,6 @@ from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     MultipleChoiceHead,
@@ -25,13 +24,7 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
-    ATTENTION,
-    LonghornAttention,
-    RotaryEmbedding,
-    attention_masks,
-    masks_for_generate,
-)
+from hf_hybrid_ssm.models.longhorn.attention_longhorn import ATTENTION, AttendingModel, LonghornAttention, make_masks
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
@@ -86,9 +79,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         y, scan = longhorn_scan(x, self.dt_proj(d), k, q, **options)
         return self.out_proj(y), {} if conv is None else {"conv": conv, "scan": scan}
 
-    def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
-        return self(*inputs, rows, past)[1]  # so that hooks that bring parameters in around a forward find it
-
 
 class LonghornBlock(GradientCheckpointingLayer):
     """Pre-norm residual layer around a Longhorn mixer or attention, optionally followed by a SwiGLU."""
@@ -97,31 +87,25 @@ class LonghornBlock(GradientCheckpointingLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.is_recurrent = config.block_types[layer_idx] == "linear_attention"
+        self.is_recurrent = config.layer_types[layer_idx] == "longhorn"
         if self.is_recurrent:
             self.mixer = LonghornMixer(config, layer_idx)
         else:
-            self.self_attn = ATTENTION[config.block_types[layer_idx]](config, layer_idx)
+            self.self_attn = ATTENTION[config.layer_types[layer_idx]](config, layer_idx)
         self.mlp = None
         if config.mlp_intermediate_size is not None:
             self.mlp_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
             self.mlp = SwiGLU(config.hidden_size, config.mlp_intermediate_size)
 
-    @by_both_cache_names
     def forward(
-        self,
-        x: torch.Tensor,
-        rows: PackedRows | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
+        self, x: torch.Tensor, rows: PackedRows | None = None, cache: Cache | None = None, **attention: Any
     ) -> torch.Tensor:
+        """(B, L, M) → (B, L, M); `attention` is for `LonghornAttention`."""
         x = x.to(torch.promote_types(x.dtype, torch.float32)) if self.residual_in_fp32 else x
         if self.is_recurrent:
             x = x + self.mixer(self.norm(x), rows, cache)
         else:
-            x = x + self.self_attn(self.norm(x), rows, position_embeddings, attention_mask, cache, **kwargs)[0]
+            x = x + self.self_attn(self.norm(x), rows, cache=cache, **attention)[0]
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
 
@@ -158,46 +142,31 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
                 _uniform(part)
             _uniform(last, scale)
 
-    def post_init(self) -> None:
-        super().post_init()
-        if self._why_no_attentions() is not None:  # the class can return them, this model cannot
-            self._can_record_outputs = {"hidden_states": LonghornBlock}
-
     def _why_no_attentions(self) -> str | None:
-        attending = set(self.config.block_types) - {"linear_attention"}
+        attending = set(self.config.layer_types) - {"longhorn"}
         if not attending:
             return "no token attends to another"
         return None if attending == {"full_attention"} else f"window {super()._why_no_attentions()}"
 
 
 @auto_docstring
-class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
+class LonghornModel(AttendingModel, HybridModelMixin, LonghornPreTrainedModel):
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.uses_positions = config.has_attention
-        self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
+        self.add_positions(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _run_layers(  # type: ignore[override]
-        self, x: torch.Tensor, rows: PackedRows, cache: Cache | None, *, position_ids=None, masks=None, **kwargs: Any
-    ) -> torch.Tensor:
-        angles = mask = None
-        if self.rotary_emb is not None:
-            angles = self.rotary_emb(x, rows.positions(x.device) if position_ids is None else position_ids)
-            mask = (attention_masks(self.config, x, rows, cache) if masks is None else masks).get("full_attention")
-        return self._through_layers(x, rows, angles, mask, cache=cache, **kwargs)
 
 
 @auto_docstring
 class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
     model: LonghornModel
     base_model_class = LonghornModel
-    create_masks_for_generate = staticmethod(masks_for_generate)
+    create_masks_for_generate = staticmethod(make_masks)
 
 
 @auto_docstring

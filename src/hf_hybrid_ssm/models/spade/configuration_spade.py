@@ -9,8 +9,14 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import DERIVED, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPE, Derived
-from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
+from hf_hybrid_ssm.layers.mixers.types import SsmConfigMixin, default_state_size
+from hf_hybrid_ssm.models.configuration import (
+    DERIVED,
+    STATE_AND_KEYS_LAYER_TYPE,
+    STATE_LAYER_TYPE,
+    Derived,
+    HybridConfigMixin,
+)
 
 CACHE_LAYER_TYPES = {"window": STATE_LAYER_TYPE, "chunk": STATE_LAYER_TYPE, "full": STATE_AND_KEYS_LAYER_TYPE}
 ATTENTION_TYPES = tuple(CACHE_LAYER_TYPES)
@@ -62,7 +68,7 @@ _FSDP_PLAN |= {f"{stack}.*": "free_full_weight" for stack in ("layers", "encoder
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)
-class SpadeStackConfig(SsmConfigMixin):
+class SpadeStackConfig(SsmConfigMixin, HybridConfigMixin):
     """What every stack of SPADE has: the fields that [`SpadeConfig`] and [`SpadeSeq2SeqConfig`] share."""
 
     model_type = "spade"  # what is made of one stack takes an encoder-decoder's configuration too

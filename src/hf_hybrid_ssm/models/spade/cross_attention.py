@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
-from hf_hybrid_ssm.models.cache import RecurrentStateLayer, is_recurrent_state_layer, prepare_cache, state_layer
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, state_layer
 from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 
@@ -24,7 +24,6 @@ class SpadeCrossAttention(nn.Module):
         sizes = (config.hidden_size, config.hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
-    @by_both_cache_names
     def forward(
         self,
         x: torch.Tensor,

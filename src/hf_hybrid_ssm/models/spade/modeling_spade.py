@@ -24,7 +24,6 @@ from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
@@ -192,7 +191,6 @@ class SpadeBlock(GradientCheckpointingLayer):
         self.feed_forward_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,

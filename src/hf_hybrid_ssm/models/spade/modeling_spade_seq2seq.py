@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +17,23 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
-    capacity_of,
-    may_overwrite_states,
-    tokens_and_packing_state,
+    begin_forward,
+    finish_forward,
+    read_rows,
 )
-from hf_hybrid_ssm.models.cache_names import (
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.generation import HybridGenerationMixin
+from hf_hybrid_ssm.models.heads import LMHead
+from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs, check_labels
+from hf_hybrid_ssm.models.outputs import (
     CACHE,
     BaseModelOutputWithCache,
     Seq2SeqLMOutputWithCache,
     Seq2SeqModelOutputWithCache,
     by_both_cache_names,
 )
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
-from hf_hybrid_ssm.models.heads import LMHead
-from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs, check_labels
-from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
-from hf_hybrid_ssm.models.sharded_rollback import remember_units
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.cross_attention import SpadeCrossAttention, check_source, prepare_seq2seq_cache
@@ -52,7 +49,6 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     build_norm,
     spade_embedding,
 )
-from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
 
 
@@ -65,7 +61,6 @@ class SpadeDecoderBlock(SpadeBlock):
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
         self.cross_attn_norm = build_norm(config)
 
-    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -100,7 +95,6 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         self.post_init()
 
     @capture_outputs
-    @by_both_cache_names
     def forward(
         self,
         embeddings: torch.Tensor,
@@ -112,15 +106,12 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
         own = None if cache is None else cache.self_attention_cache
-        rows = resolve_packing(
+        rows = read_rows(
+            own,
             embeddings.shape[:2],
-            tokens_and_packing_state(own),
             attention_mask=attention_mask,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",
-            return_final_state=own is not None,
-            capacity=capacity_of(own),
-            may_overwrite=partial(may_overwrite_states, own),
         )
         if self.positions is not None:
             embeddings = embeddings + self.positions(
@@ -137,10 +128,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         inputs = (encoder_states, mask, self._shared_bias(), rows)
         begin_forward(own)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, *inputs, **{CACHE: cache})
-        finish_forward(own)
-        if own is not None:
-            remember_units(own, self, self.layers)
+            hidden_states = layer(hidden_states, *inputs, cache=cache)
+        finish_forward(own, self)
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache},
@@ -256,12 +245,11 @@ class SpadeSeq2SeqEncoder(nn.Module):
 
 
 @auto_docstring
-class SpadeForConditionalGeneration(
-    WithoutContinuousBatching, GenerationOfRowsThatEnd, LMHead, SpadePreTrainedModel, GenerationMixin
-):
+class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrainedModel, GenerationMixin):
     config: SpadeSeq2SeqConfig
     model: SpadeSeq2SeqModel
     base_model_class = SpadeSeq2SeqModel
+    continues_texts = False
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
