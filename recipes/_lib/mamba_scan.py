@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.native_library import library_beside
+from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside
 
 _library = library_beside(__file__)
 _INPUTS = "u[B L D], delta[B L D], rates[N D], b[B L N], c[B L N]"
