@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -141,10 +142,12 @@ def forget() -> None:
     _KERNELS.clear()
 
 
-def launch_example(op: Any, arguments: dict, dtype: torch.dtype) -> None:
+def launch_example(op: Any, given: Any, dtype: torch.dtype) -> None:
     """What a self-check launches of an op's example, and its backward."""
-    tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
-    tensors = {name: t.to(dtype).requires_grad_(op.differentiable) for name, t in tensors.items()}
-    outputs = op._loaded["triton"](**(arguments | tensors))
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype).requires_grad_(op.differentiable) if tensor.is_floating_point() else tensor
+
+    outputs = op._loaded["triton"](tree_map_only(torch.Tensor, leaf, given))
     if op.differentiable:
         sum(part.sum() for part in outputs if part is not None).backward()

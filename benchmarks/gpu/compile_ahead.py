@@ -29,7 +29,7 @@ def doctor(_: "Settings") -> Iterator[tuple[str, Launch]]:
 
     for name, op in ops_with_kernels().items():
         for dtype in DTYPES:
-            for number, example in enumerate((op.self_check_inputs, *op.further_inputs)):
+            for number, example in enumerate(op.examples):
                 yield f"{name} {dtype} {number}", partial(launch_example, op, example(), dtype)
 
 

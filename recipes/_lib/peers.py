@@ -24,8 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.native_library import library_beside
+from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside
 
 _library = library_beside(__file__)
 _INPUTS = "u[B L D], delta[B L D], rates[N D], b[B L N], c[B L N]"

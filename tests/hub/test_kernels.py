@@ -25,12 +25,13 @@ def supports(device_type, dtype):
     return None if dtype == torch.float32 else "it takes float32"
 
 
-def causal_conv_triton(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_triton(inputs):
+    x, weight, bias, state, *_ = inputs
     taps = weight.shape[1]
-    past = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if initial_state is None else initial_state
+    past = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if state is None else state
     padded = torch.cat([past, x], 1)
     y = sum(padded[:, i : i + x.shape[1]] * weight[:, i] for i in range(taps)) + (0 if bias is None else bias)
-    return (torch.nn.functional.silu(y) if activation else y), padded[:, x.shape[1] :]
+    return (torch.nn.functional.silu(y) if inputs.silu else y), padded[:, x.shape[1] :]
 """
 
 

@@ -7,6 +7,7 @@ compiled and nothing runs. In a process of its own: the driver is the process's.
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -79,12 +80,11 @@ def main() -> None:
             run(length).sum().backward()
         found["compiled"][name] = Counter(each.kernel.fn.__name__ for each in asked)
     for name, op in absent_card.ops_with_kernels().items():
-        examples = (op.self_check_inputs, *op.further_inputs)
-        found["examples"][name] = [alignments(op, example, asked) for example in examples]
+        found["examples"][name] = [alignments(op, example, asked) for example in op.examples]
     print(json.dumps(found))
 
 
-def alignments(op: Op, example: Callable[[], dict], asked: list) -> dict[str, bool]:
+def alignments(op: Op, example: Callable[[], Any], asked: list) -> dict[str, bool]:
     """By kernel, whether the compiler knows of all that an example gives it that it is a multiple of 16."""
     absent_card.forget()
     asked.clear()

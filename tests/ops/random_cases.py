@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, defer_updates
+from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
+from hf_hybrid_ssm.ops.implicit_attention.reference import ImplicitInputs
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
 from hf_hybrid_ssm.ops.local_attention import AttentionState
 from tests.row_options import (
@@ -301,10 +302,9 @@ def implicit_token(drawn: Drawn) -> Call:
             options = {"theta": theta, "initial_state": memory, "return_final_state": True, "backend": backend}
             return implicit_attention(x, weight, bias, collapse, form="recurrent", **options)
         states, outputs = defer_updates(memory), []
-        options = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": None}
         for t in range(x.shape[1]):
-            y, *after = decode_token(x[:, t : t + 1], *states, **options, scale=1.0, theta=theta)
-            states = DeferredMemory(*after)
+            token = ImplicitInputs(x[:, t : t + 1], weight, bias, collapse, None, theta=theta, scale=1.0)
+            y, states = decode_token(token, states)
             outputs.append(y)
         return torch.cat(outputs, 1), apply_deferred(states, theta)
 

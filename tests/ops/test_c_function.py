@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_hybrid_ssm.ops.core.c_function import CFunction, Declared
-from hf_hybrid_ssm.ops.core.native_library import with_dense_rows
+from hf_hybrid_ssm.ops.core.native_library import CFunction, Declared, with_dense_rows
 
 OPS = Path(importlib.import_module("hf_hybrid_ssm.ops").__file__).parent
 BINDINGS = sorted(path for path in OPS.glob("*/native*.py") if path.with_suffix(".c").exists())

@@ -24,8 +24,7 @@ def implementation(name):
     return double
 
 
-def self_check_inputs():
-    return {"x": torch.ones(2)}
+EXAMPLES = (lambda: torch.ones(2),)
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def op(monkeypatch):
     module.supports = lambda device_type, dtype: None if device_type == "cpu" else f"it runs on cpu, not {device_type}"
     monkeypatch.setitem(sys.modules, "fast_on_cpu", module)
     plain = {name: implementation(name) for name in ("torch", "reference")}
-    yield Op("naming", plain, {"native": "fast_on_cpu", "triton": "no_such_package_at_all"}, self_check_inputs)
+    yield Op("naming", plain, {"native": "fast_on_cpu", "triton": "no_such_package_at_all"}, EXAMPLES)
     REGISTRY.pop("naming", None)
 
 
@@ -200,7 +199,7 @@ def test_a_broken_package_costs_time_only(monkeypatch, tmp_path, caplog):
     (tmp_path / "broken_kernels.py").write_text("raise OSError('no driver')", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     plain = {"torch": implementation("torch"), "reference": None}
-    op = Op("breaking", plain, {"native": "broken_kernels"}, self_check_inputs)
+    op = Op("breaking", plain, {"native": "broken_kernels"}, EXAMPLES)
     with caplog.at_level(logging.WARNING):
         assert chosen(op) == chosen(op) == "torch"
     assert len([record for record in caplog.records if "no driver" in record.getMessage()]) == 1
@@ -208,6 +207,6 @@ def test_a_broken_package_costs_time_only(monkeypatch, tmp_path, caplog):
 
 
 def test_kernels_that_nothing_checks_are_refused():
-    with pytest.raises(ValueError, match=r"unchecked has kernels \(native\) but no self_check_inputs"):
+    with pytest.raises(ValueError, match=r"unchecked has kernels \(native\) but no examples"):
         Op("unchecked", {"torch": implementation("torch"), "reference": None}, {"native": "some_module"})
     assert "unchecked" not in REGISTRY

@@ -6,7 +6,8 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from hf_hybrid_ssm.ops.local_attention import flex_attention
-from hf_hybrid_ssm.ops.local_attention.reference import self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
+from hf_hybrid_ssm.ops.local_attention.reference import EXAMPLES, local_attention_reference
 from tests.row_options import local_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
@@ -80,21 +81,19 @@ def test_equals_the_torch_implementation(without_compiler, case, rows):
 def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
     """Dropout, a state, short rows, and chunks without bias or documents; everything else is its own."""
     calls = []
-    monkeypatch.setattr(flex_attention, "local_attention_torch", lambda *arguments, **options: calls.append(options))
+    monkeypatch.setattr(flex_attention, "local_attention_torch", calls.append)
     q = torch.randn(1, 1, 130, 4)
-    options = {"chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False, "state": None}
-    options |= {"window": (3, 0), "seq_idx": None, "lengths": None, "dropout": 0.0}
-    options |= {"sink_logits": None, "sink_values": None}
-    assert flex_attention.local_attention_triton(q, q, q, **options).shape == q.shape and calls == []
-    flex_attention.local_attention_triton(q, q, q, **options | {"dropout": 0.1})
-    flex_attention.local_attention_triton(q, q, q, **options | {"state": ()})
-    flex_attention.local_attention_triton(*[q[:, :, :5]] * 3, **options)
-    assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
-    chunks = options | {"window": (9, 0), "chunk_size": 10}
+    inputs = AttentionInputs(q, q, q, window=(3, 0), scale=1.0)
+    assert flex_attention.local_attention_triton(inputs).shape == q.shape and calls == []
+    short = dict.fromkeys("qkv", q[:, :, :5])
+    for change in ({"dropout": 0.1}, {"softcap": 2.0}, {"state": ()}, short):
+        flex_attention.local_attention_triton(inputs._replace(**change))
+    assert len(calls) == 4 and calls[0].dropout == 0.1
+    chunks = inputs._replace(window=(9, 0), chunk_size=10)
     documents, sink = torch.zeros(1, 130, dtype=torch.int64), torch.zeros(1, 1, 130)
     for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": documents}, {"sink_logits": sink}):
-        flex_attention.local_attention_triton(q, q, q, **chunks | more)
-    assert len(calls) == 4 and calls[3]["chunk_size"] == 10
+        flex_attention.local_attention_triton(chunks._replace(**more))
+    assert len(calls) == 5 and calls[4].chunk_size == 10
 
 
 @pytest.mark.parametrize("window", [(5, 0), (200, -1), (128, 0), (127, 300), (None, 0), (3, None)])
@@ -117,14 +116,9 @@ def test_only_what_can_be_compiled():
 
 
 def test_self_check_covers_more_than_a_block(without_compiler):
-    inputs = self_check_inputs()
-    assert inputs["q"].shape[2] > flex_attention.BLOCK and inputs["zero_kv_sink"] and inputs["bias"] is not None
-    y = flex_attention.local_attention_triton(**inputs)
-    expected, _ = local_attention(
-        *(inputs[name] for name in "qkv"),
-        **{name: inputs[name] for name in ("window", "bias", "scale", "zero_kv_sink")},
-        backend="reference",
-    )
+    inputs = EXAMPLES[0]()
+    assert inputs.length > flex_attention.BLOCK and inputs.zero_kv_sink and inputs.bias is not None
+    y, expected = flex_attention.local_attention_triton(inputs), local_attention_reference(inputs)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -133,15 +127,12 @@ def test_every_configuration_is_compiled_by_itself(without_compiler, monkeypatch
     those of one configuration (two lengths, and another number of blocks)."""
     monkeypatch.setattr(flex_attention, "OPTIONS", {"fullgraph": True, "backend": "eager"})
     monkeypatch.setattr(flex_attention, "_is_compiled", lambda q: True)
-    options = {"window": (20, 0), "chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False}
-    options |= {"dropout": 0.0, "state": None, "seq_idx": None, "lengths": None}
-    options |= {"sink_logits": None, "sink_values": None}
     flex_attention._compiled.cache_clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3):
         for length, size, heads in ((150, 4, 2), (200, 4, 2), (300, 4, 2), (150, 8, 2), (150, 4, 3)):
             q, k, v = torch.randn(3, 2, heads, length, size).unbind(0)
-            y = flex_attention.local_attention_triton(q, k, v, **options)
+            y = flex_attention.local_attention_triton(AttentionInputs(q, k, v, window=(20, 0), scale=1.0))
             want, _ = local_attention(q, k, v, window=(20, 0), scale=1.0, backend="reference")
             torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
     assert flex_attention._compiled.cache_info().currsize == 3

@@ -170,7 +170,7 @@ def test_ops_are_well_registered():
     u, vector, output, skip, start = (draw(*shape, seed=1).requires_grad_() for shape in shapes)
     decay = decays("real", 1, 2, 2).requires_grad_()
     tensors = (u, decay, vector, output, skip, start, documents(1, 3).long(), torch.tensor([2], device=DEVICE))
-    torch.library.opcheck(module._channel, (*tensors, False), test_utils=checks)
+    torch.library.opcheck(module._channel, (*tensors, "real", True), test_utils=checks)
     x, start = draw(1, 3, 4, 2, seed=1).requires_grad_(), draw(1, 4, 2, seed=2).requires_grad_()
     torch.library.opcheck(module._diagonal, (x, decays("complex", 4), start, None), test_utils=checks)
 

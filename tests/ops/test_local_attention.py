@@ -515,7 +515,7 @@ def test_native_of_nothing(shape):
 @needs_compiler
 def test_native_op_is_well_registered():
     """Schema, fake implementation and autograd registration; its gradient has none of its own, and says so."""
-    from hf_hybrid_ssm.ops.local_attention.native import _forward
+    from hf_hybrid_ssm.ops.local_attention.native import _attention
 
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in torch.randn(3, 2, 9, HEADS, SIZE))
     bias, seen = torch.randn(HEADS, 4, requires_grad=True), torch.tensor([2, 3])
@@ -523,9 +523,9 @@ def test_native_op_is_well_registered():
     arguments = (q, k, v, bias, None, None, *rows, [3, 0, 0, 1])
     sink = (torch.randn(2, HEADS, 9, requires_grad=True), torch.randn(HEADS, SIZE, requires_grad=True))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_forward, arguments, test_utils=checks)
-    torch.library.opcheck(_forward, (q, k, v, None, *sink, *rows, [3, 0, 0, 0]), test_utils=checks)
-    (gradient,) = torch.autograd.grad(_forward(*arguments)[0].sum(), q, create_graph=True)
+    torch.library.opcheck(_attention, arguments, test_utils=checks)
+    torch.library.opcheck(_attention, (q, k, v, None, *sink, *rows, [3, 0, 0, 0]), test_utils=checks)
+    (gradient,) = torch.autograd.grad(_attention(*arguments)[0].sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
 

@@ -8,7 +8,9 @@ import torch
 from hf_hybrid_ssm.ops.core import checks
 from hf_hybrid_ssm.ops.core import rows as core_rows
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
+from hf_hybrid_ssm.ops.implicit_attention.reference import ImplicitInputs
 from tests.ops.misuse_cases import MEANT, REFUSED, UNREAD, draw
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
@@ -51,7 +53,7 @@ def test_lengths_that_were_not_looked_at(name, backend, monkeypatch):
 @pytest.mark.parametrize("pending", [-1, 65])
 def test_a_memory_that_lags_by_what_cannot_be(pending):
     weight, bias, collapse = draw(3, 4, 6), draw(3, 4, seed=1), draw(4, seed=2)
-    options = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": None, "scale": 1.0, "theta": 9.0}
-    states = torch.zeros(1, 6, 16), torch.zeros(1, 64, 16), torch.tensor([pending])
+    token = ImplicitInputs(draw(1, 1, 16), weight, bias, collapse, None, theta=9.0, scale=1.0)
+    state = DeferredMemory(torch.zeros(1, 6, 16), torch.zeros(1, 64, 16), torch.tensor([pending]))
     with pytest.raises(ValueError, match="pending must say how many of the C tokens"):
-        decode_token(draw(1, 1, 16), *states, **options)
+        decode_token(token, state)

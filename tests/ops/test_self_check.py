@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid_ssm.doctor import every_op
-from hf_hybrid_ssm.ops.core import dispatch, precision
+from hf_hybrid_ssm.ops.core import dispatch, transforms
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.core.self_check import BOUNDS, largest_error
 
 
@@ -53,9 +54,9 @@ def make_op(monkeypatch):
         module = ModuleType("doubling_kernel")
         module.doubling_native, module.supports = kernel, supports
         monkeypatch.setitem(sys.modules, "doubling_kernel", module)
+        examples = (lambda: torch.arange(1.0, 9.0), lambda: torch.arange(1.0, 99.0))
         plain = {"torch": lambda x: (x * 2,), "reference": lambda x: (x + x,)}
-        op = Op("doubling", plain, {"native": "doubling_kernel"}, lambda: {"x": torch.arange(1.0, 9.0)})
-        op.further_inputs = (lambda: {"x": torch.arange(1.0, 99.0)},)
+        op = Op("doubling", plain, {"native": "doubling_kernel"}, examples)
         return op
 
     yield make
@@ -95,9 +96,9 @@ def test_products_keep_float32_inside_of_a_self_check(make_op, asked):
 
     try:
         ASKED[asked]()
-        before = precision.float32_precision()
+        before = transforms.float32_precision()
         assert make_op(kernel).unavailable("native", "cpu", torch.float32) is None
-        assert set(seen) == {("highest", False)} and precision.float32_precision() == before
+        assert set(seen) == {("highest", False)} and transforms.float32_precision() == before
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -173,22 +174,20 @@ KERNELS = {name: op for name, op in sorted(every_op().items()) if op.kernels}
 OURS = [name for name, op in KERNELS.items() if "flex_attention" not in op.kernels.get("triton", "flex_attention")]
 
 
-def in_float64(arguments: dict) -> dict:
-    """Options as they are; `low_rank` is a pair of tensors."""
-    return {name: tree_map_only(torch.Tensor, widened, value) for name, value in arguments.items()}
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def in_float64(given):
+    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_self_check_inputs_are_arguments_of_the_op(name):
+def test_examples_are_what_the_op_takes(name):
+    """And the kernel here is found right on them."""
     op = KERNELS[name]
-    for example in (op.self_check_inputs, *op.further_inputs):
-        got, want = (op.builtin[backend](**in_float64(example())) for backend in ("torch", "reference"))
-        for one, other in zip(got, want, strict=True):
+    for example in op.examples:
+        got, want = (op.builtin[backend](in_float64(example())) for backend in ("torch", "reference"))
+        for one, other in zip(tuple(got), tuple(want), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    if "native" in op.kernels and missing_compiler() is None:
+        assert op.explain("cpu", torch.float32)["native"] == "runs"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_examples_allow_for_the_rounding_of_16_bits(name, dtype):
     """Of ops that take 16 bits as they are: beyond the bound by torch's own code, an example would refuse kernels that
     are right."""
     op = KERNELS[name]
-    for example in (op.self_check_inputs, *op.further_inputs):
+    for example in op.examples:
         kernel, reference = op.builtin["torch"], op.builtin["reference"]
         error = largest_error(kernel, reference, example, "cpu", dtype, gradients=op.differentiable)
         assert error <= BOUNDS[dtype], example.__name__
@@ -209,11 +208,11 @@ def test_examples_allow_for_the_rounding_of_16_bits(name, dtype):
 def test_examples_have_rows_that_are_aligned_and_some_that_are_not(name):
     """Compilers for cards make other code of the two, and models have the first."""
     op, sizes = KERNELS[name], set()
-    for example in (op.self_check_inputs, *op.further_inputs):
-        arguments = example()
-        x = arguments.get("x", arguments.get("u"))
+    for example in op.examples:
+        given = example()
+        x = given[0]
         if name == "long_conv":  # its rows are tokens of a channel
-            sizes.add(x.shape[1] + arguments["history"].shape[1])
+            sizes.add(x.shape[1] + given.history.shape[1])
         else:
             sizes.add(x.shape[2 if name == "diagonal_scan" else -1])
     assert {size % 16 == 0 for size in sizes} == {True, False}

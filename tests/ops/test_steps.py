@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest, empty_state
 from tests.host_syncs import as_on_an_accelerator
@@ -316,17 +315,6 @@ def test_step_of_linear_systems(backend, states, is_complex, plain):
         check((y / 8, state / 8), (want / 8, after / 8), dtype)
         assert systems_token(u, unread, a, b, **options) is None
         check((unread / 8,), (after / 8,), dtype)
-
-
-@pytest.mark.parametrize("name", ["causal_conv_step", "longhorn_step", "attention_step", "linear_step"])
-def test_self_checks(name):
-    op = REGISTRY[name]
-    for got, want in zip(
-        op.builtin["torch"](**op.self_check_inputs()), op.builtin["reference"](**op.self_check_inputs())
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    if missing_compiler() is None:
-        assert op.explain("cpu", torch.float32)["native"] == "runs"
 
 
 def test_steps_name_what_does_not_fit():

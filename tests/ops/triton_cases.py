@@ -11,10 +11,12 @@ import triton
 
 from benchmarks import interpreter  # noqa: F401 - lets old versions run
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
+from hf_hybrid_ssm.ops.causal_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+from hf_hybrid_ssm.ops.longhorn_scan.reference import ScanInputs
 from tests.row_options import causal_conv, causal_conv_of_token, long_conv, longhorn_scan, longhorn_scan_of_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -391,11 +393,11 @@ def test_frozen_filters_get_no_gradient(monkeypatch):
 def test_ops_are_well_registered(monkeypatch):
     """Schema, fake implementation, autograd registration and AOT tracing of both ops."""
     inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 3, 2, 2, torch.float32).items()}
-    order = ("x", "beta_logit", "k", "q", "beta_bias", "D", "z", "initial_state")
+    inputs["state"] = inputs.pop("initial_state")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(launcher.scan, (*(inputs[n] for n in order), None, True), test_utils=checks)
+    torch.library.opcheck(launcher.scan, ScanInputs(**inputs, keeps=True), test_utils=checks)
     x, weight = (random(*shape, seed=1).requires_grad_() for shape in ((1, 3, 2), (2, 4)))
-    torch.library.opcheck(conv_launcher.convolve, (x, weight, None, None, None, True), test_utils=checks)
+    torch.library.opcheck(conv_launcher.convolve, ConvInputs(x, weight, silu=True), test_utils=checks)
     rows, taps = (random(*shape, seed=1).requires_grad_() for shape in ((1, 2, 5), (4, 3)))
     torch.library.opcheck(long_launcher.toeplitz, (rows, taps, -1, 5), test_utils=checks)
 

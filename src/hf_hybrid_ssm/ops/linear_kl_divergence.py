@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops.core.custom_ops import refuse_second_derivative
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
-from hf_hybrid_ssm.ops.core.second_derivatives import refuse_second_derivative
 from hf_hybrid_ssm.ops.core.transforms import is_transforming
 from hf_hybrid_ssm.ops.linear_cross_entropy import CHUNK_NUMBERS
 

@@ -3,33 +3,31 @@
 import torch
 
 from hf_hybrid_ssm.ops.causal_conv.reference import (
-    aligned_self_check_inputs,
-    aligned_step_self_check_inputs,
+    EXAMPLES,
+    STEP_EXAMPLES,
+    ConvInputs,
     causal_conv_reference,
     causal_conv_step_reference,
-    self_check_inputs,
-    step_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_step_torch, causal_conv_torch
-from hf_hybrid_ssm.ops.core.checks import check_overwritten, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.padding import last_inputs
-from hf_hybrid_ssm.ops.core.pages import PagedState, check_pages, on_pages
+from hf_hybrid_ssm.ops.core.pages import PagedState, held_state, run_step
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 
+_KERNELS = {"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"}
 _OP = Op(
     "causal_conv",
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
-    self_check_inputs=self_check_inputs,
-    further_inputs=(aligned_self_check_inputs,),
+    kernels=_KERNELS,
+    examples=EXAMPLES,
 )
 _STEP = Op(
     "causal_conv_step",
     builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
-    self_check_inputs=step_self_check_inputs,
-    further_inputs=(aligned_step_self_check_inputs,),
+    kernels=_KERNELS,
+    examples=STEP_EXAMPLES,
     differentiable=False,
 )
 ACTIVATIONS = (None, "silu")
@@ -68,68 +66,29 @@ def causal_conv(
     check_tensor("x", x, (None, None, None), "B, L, D")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    batch, length, _ = x.shape
-    _check_filter(x, initial_state, weight, bias, activation)
+    batch, length, channels = x.shape
+    check_tensor("weight", weight, (channels, None), "D, K", beside=x)
+    check_tensor("bias", bias, (channels,), "D", beside=x, optional=True)
+    width = weight.shape[1]
+    if width == 0:
+        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
+    state, pages = held_state(initial_state, x, (width - 1, channels), "K - 1, D")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
+    silu = activation == "silu"
     if is_one_token(rows, length, initial_state):
-        y, after = _one_token(x, initial_state, weight, bias, activation, rows, backend)  # type: ignore[arg-type]
-        return y, after if rows.return_final_state else None
-    if isinstance(initial_state, PagedState):
+        inputs = ConvInputs(x, weight, bias, state, None, None, silu, pages)
+        y, after = run_step(_STEP.select(x.device.type, x.dtype, backend), inputs, rows.overwrites_states)
+        return y, (after if pages is None else initial_state) if rows.return_final_state else None
+    if pages is not None:
         raise ValueError("initial_state is a PagedState: only a step goes on from one, with rows.is_step=True.")
     seq_idx, lengths = checked_rows(rows, batch, length)
     if length == 0:
-        empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
+        empty = last_inputs(x, width, state, seq_idx, lengths)
         return torch.zeros_like(x), empty if rows.return_final_state else None
     run = _OP.select(x.device.type, x.dtype, backend)
-    y, final_state = run(
-        x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
-    )
+    y, final_state = run(ConvInputs(x, weight, bias, state, seq_idx, lengths, silu))
     return y, final_state if rows.return_final_state else None
-
-
-def _one_token(
-    x: torch.Tensor,
-    state: torch.Tensor | PagedState,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    rows: Rows,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | PagedState]:
-    """y of one token (B, 1, D) and the state after it."""
-    run = _STEP.select(x.device.type, x.dtype, backend)
-    if isinstance(state, PagedState):
-        check_pages(state.pages, x.shape[0], state.memory)
-
-        def step(memory: torch.Tensor, **pages: torch.Tensor) -> torch.Tensor:
-            return run(x, memory, weight, bias, activation=activation, **pages)[0]
-
-        return on_pages(run, step, state.memory, state.pages), state
-    if rows.overwrites_states:
-        check_overwritten("initial_state", state, dense="contiguous")
-    else:
-        state = state.clone(memory_format=torch.contiguous_format)
-    return run(x, state, weight, bias, activation=activation)
-
-
-def _check_filter(
-    x: torch.Tensor,
-    state: torch.Tensor | PagedState | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-) -> None:
-    batch, channels = x.shape[0], x.shape[2]
-    check_tensor("weight", weight, (channels, None), "D, K", beside=x)
-    check_tensor("bias", bias, (channels,), "D", beside=x, optional=True)
-    if weight.shape[1] == 0:
-        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
-    shape = (weight.shape[1] - 1, channels)
-    if isinstance(state, PagedState):
-        check_tensor("initial_state.memory", state.memory, (None, *shape), "P, K - 1, D", beside=x)
-    else:
-        check_tensor("initial_state", state, (batch, *shape), "B, K - 1, D", beside=x, optional=True)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
 
 
 __all__ = ["causal_conv"]

@@ -1,18 +1,16 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through custom ops."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_hybrid_ssm.ops.causal_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops.core.native_library import library_beside, prepared, step_op, supports, with_dense_rows
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, step_op
+from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside, prepared, supports, with_dense_rows
 from hf_hybrid_ssm.ops.core.padding import last_inputs
-from hf_hybrid_ssm.ops.core.pages import REFUSES, on_rows
+from hf_hybrid_ssm.ops.core.pages import REFUSES, gathers_pages
 
 __all__ = ["causal_conv_native", "causal_conv_step_native", "supports"]
 
@@ -34,85 +32,66 @@ STEP = CFunction(
 )
 
 
-def causal_conv_native(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_native(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
+    x, weight, bias, state, seq_idx, lengths, silu, _ = inputs
     if x.shape[1] == 1:  # a single token costs less in torch than a call through torch.library
-        options: dict[str, Any] = {"activation": activation, "initial_state": initial_state}
-        options |= {"seq_idx": seq_idx, "lengths": lengths}
-        return causal_conv_torch(x, weight, bias, **options)
-    inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))
+        return causal_conv_torch(inputs)
     documents = None if seq_idx is None else seq_idx.long().contiguous()
-    y = _convolve(*inputs, documents, activation == "silu")
-    return y.to(x.dtype), last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
+    dense = (prepared(x), prepared(weight.t()), prepared(bias), prepared(state), documents)
+    y = _convolve(*ConvInputs(*dense, silu=silu))
+    return y.to(x.dtype), last_inputs(x, weight.shape[1], state, seq_idx, lengths)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
-) -> Tensor:
+def _empty(inputs: ConvInputs) -> Tensor:
+    return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+
+
+def _forward(inputs: ConvInputs) -> Tensor:
     """y (B, L, D); weight is (K, D); all inputs contiguous float32, seq_idx int64."""
-    y = torch.empty_like(x)
-    FORWARD((x, weight, bias, initial_state, seq_idx, y), silu)
+    y = _empty(inputs)
+    FORWARD((*inputs[:5], y), inputs.silu)
     return y
 
 
-def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _backward(inputs: ConvInputs, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias and the state."""
-    *tensors, silu = inputs
-    (x, weight, _, initial_state, _), dy = tensors, gradients[0].contiguous()
+    x, weight, state = inputs.x, inputs.weight, inputs.state
     batch, _, channels = x.shape
     dx, dweight, dbias = torch.empty_like(x), x.new_empty(batch, *weight.shape), x.new_empty(batch, channels)
-    dinitial = None if initial_state is None else torch.empty_like(initial_state)
-    BACKWARD((*tensors, dy, dx, dweight, dbias, dinitial), silu)
-    return dx, dweight.sum(0), dbias.sum(0), dinitial
+    dstate = None if state is None else torch.empty_like(state)
+    BACKWARD((*inputs[:5], gradients[0].contiguous(), dx, dweight, dbias, dstate), inputs.silu)
+    return dx, dweight.sum(0), dbias.sum(0), dstate
 
 
 _convolve = differentiable_op(
-    "hf_hybrid_ssm::causal_conv_native",
-    _forward,
-    _backward,
-    fake=lambda x, *_: torch.empty_like(x),
-    device_types="cpu",
+    "hf_hybrid_ssm::causal_conv_native", ConvInputs, _forward, _backward, _empty, device_types="cpu"
 )
 
 
-def causal_conv_step_native(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_step_native(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
+    state, pages, dtype = inputs.state, inputs.pages, inputs.x.dtype
+    assert state is not None
     if pages is not None and state.dtype != torch.float32:
-        step = partial(causal_conv_step_native, x, weight=weight, bias=bias, activation=activation)
-        return on_rows(lambda rows: step(state=rows)[0], state, pages), state
+        return gathers_pages(causal_conv_step_native)(inputs)
     wide = state if state.dtype == torch.float32 else state.float()
-    y = _step(*with_dense_rows(x), wide, prepared(weight), prepared(bias), pages, activation == "silu")
+    x, weight, bias = inputs.x, prepared(inputs.weight), prepared(inputs.bias)
+    if dtype != torch.float32 or x.stride(-1) != 1:  # each decoded token comes here
+        (x,) = with_dense_rows(x)
+    if x is not inputs.x or weight is not inputs.weight or bias is not inputs.bias or wide is not state:
+        inputs = ConvInputs(x, weight, bias, wide, None, None, inputs.silu, pages)
+    y = _step(inputs)
     if wide is not state:
         state.copy_(wide)
-    return y.to(x.dtype), state
+    return y.to(dtype), state
 
 
-def _compute_step(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, pages: Tensor | None, silu: bool
-) -> Tensor:
+def _compute_step(inputs: ConvInputs) -> Tensor:
     """y (B, 1, D); weight is (D, K); float32, the rows of x and of the state may lie apart."""
-    y = torch.empty(x.shape, dtype=x.dtype)
-    STEP((x, weight, bias, state, pages, y), silu)
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype)
+    STEP((*inputs[:4], inputs.pages, y), inputs.silu)
     return y
 
 
-_step = step_op(
-    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, lambda x, *_: x.new_empty(x.shape), changes=("state",)
-)
+_step = step_op("hf_hybrid_ssm::causal_conv_step_native", _compute_step, _empty, changes=("state",), inputs=ConvInputs)

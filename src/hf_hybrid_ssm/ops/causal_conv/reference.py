@@ -1,22 +1,38 @@
 """The short causal convolution, tap by tap."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.core.pages import gathers_pages
 from hf_hybrid_ssm.ops.core.self_check import draw
 
 
-def causal_conv_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class ConvInputs(NamedTuple):
+    """What implementations of the convolution and of its step take, checked, in the order of C.
+
+    Args:
+        x, weight, bias: as of `causal_conv`.
+        state: (B, K - 1, D); a step overwrites it, where it may be (P, K - 1, D) with `pages`.
+        seq_idx, lengths: of `Rows`.
+        silu: whether the activation is SiLU.
+        pages: of a step, (B,), which of P states each row has.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    seq_idx: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    silu: bool = False
+    pages: torch.Tensor | None = None
+
+
+def causal_conv_reference(inputs: ConvInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`; computes in float32, or in float64 for float64 inputs."""
+    x, weight, bias, initial_state, seq_idx, lengths, silu, _ = inputs
     dtype = torch.promote_types(x.dtype, torch.float32)
     (batch, length, channels), width = x.shape, weight.shape[1]
     before = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state
@@ -32,7 +48,7 @@ def causal_conv_reference(
             total = total + weight[:, j].to(dtype) * seen[:, t + j] * same[:, None]
         outputs.append(total)
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
-    y = F.silu(y) if activation == "silu" else y
+    y = F.silu(y) if silu else y
     ends = [length] * batch if lengths is None else lengths.tolist()
     states = []
     for row, end in enumerate(ends):
@@ -41,36 +57,19 @@ def causal_conv_reference(
     return y.to(x.dtype), (torch.stack(states) if states else before).to(x.dtype)
 
 
-def self_check_inputs() -> dict:
-    """Longer than a tile, with channels that do not fill one."""
-    shapes = {"x": (2, 37, 18), "weight": (18, 4), "bias": (18,), "initial_state": (2, 3, 18)}
-    return draw(shapes) | {"activation": "silu"}
+def _example(length: int, channels: int) -> ConvInputs:
+    shapes = {"x": (2, length, channels), "weight": (channels, 4), "bias": (channels,), "state": (2, 3, channels)}
+    return ConvInputs(**draw(shapes), silu=True)
 
 
-def aligned_self_check_inputs() -> dict:
-    """Rows that begin at multiples of 16 bytes, as those of models."""
-    shapes = {"x": (2, 37, 32), "weight": (32, 4), "bias": (32,), "initial_state": (2, 3, 32)}
-    return draw(shapes) | {"activation": "silu"}
+# longer than a tile, with channels that do not fill one; rows that begin at multiples of 16 bytes, as those of models
+EXAMPLES = (lambda: _example(37, 18), lambda: _example(37, 32))
+STEP_EXAMPLES = (lambda: _example(1, 18), lambda: _example(1, 32))
 
 
-def causal_conv_step_reference(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@gathers_pages
+def causal_conv_step_reference(inputs: ConvInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The convolution of one token x (B, 1, D) after `state`, which is overwritten."""
-    y, after = causal_conv_reference(x, weight, bias, activation=activation, initial_state=state)
-    return y, state.copy_(after)
-
-
-def step_self_check_inputs() -> dict:
-    """Two rows whose channels do not fill a vector."""
-    return draw({"x": (2, 1, 18), "state": (2, 3, 18), "weight": (18, 4), "bias": (18,)}) | {"activation": "silu"}
-
-
-def aligned_step_self_check_inputs() -> dict:
-    """Rows that begin at multiples of 16 bytes, as those of models."""
-    return draw({"x": (2, 1, 32), "state": (2, 3, 32), "weight": (32, 4), "bias": (32,)}) | {"activation": "silu"}
+    assert inputs.state is not None
+    y, after = causal_conv_reference(inputs)
+    return y, inputs.state.copy_(after)

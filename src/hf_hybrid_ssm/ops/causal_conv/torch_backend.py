@@ -3,20 +3,14 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.causal_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.core.padding import last_inputs
+from hf_hybrid_ssm.ops.core.pages import gathers_pages
 
 
-def causal_conv_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def causal_conv_torch(inputs: ConvInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`."""
+    x, weight, bias, initial_state, seq_idx, lengths, silu, _ = inputs
     width = weight.shape[1]
     # Both gradients of a sum of shifted products are again sums of shifted products; torch's depthwise convolution on
     # the CPU has a backward several times slower.
@@ -25,8 +19,7 @@ def causal_conv_torch(
     y = _shifted_products(seen.to(dtype), weight.to(dtype), _same_document(seq_idx, width))
     if bias is not None:
         y = y + bias.to(dtype)
-    if activation == "silu":
-        y = F.silu(y)
+    y = F.silu(y) if silu else y
     if seq_idx is None and lengths is None:
         return y.to(x.dtype), seen[:, x.shape[1] :]
     return y.to(x.dtype), last_inputs(x, width, initial_state, seq_idx, lengths)
@@ -55,18 +48,14 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
     return y
 
 
-def causal_conv_step_torch(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@gathers_pages
+def causal_conv_step_torch(inputs: ConvInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """One token x (B, 1, D) after `state` (B, K - 1, D), which is overwritten."""
+    x, weight, bias, state, _, _, silu, _ = inputs
+    assert state is not None
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     seen = torch.cat([state, x.to(state.dtype)], 1)
     state.copy_(seen[:, 1:])
     y = torch.linalg.vecdot(seen.to(dtype), weight.to(dtype).t(), dim=1).unsqueeze(1)
     y = y if bias is None else y + bias
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
+    return (F.silu(y) if silu else y).to(x.dtype), state

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_hybrid_ssm.ops.causal_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, step_op
 from hf_hybrid_ssm.ops.core.padding import last_inputs
 from hf_hybrid_ssm.ops.core.triton_helpers import (
@@ -189,43 +190,34 @@ def backward_kernel(
         tl.store(dbias_parts + part * channels + d, dbias, mask=is_channel)
 
 
-def causal_conv_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_triton(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
-    y = convolve(x, weight, bias, initial_state, seq_idx, activation == "silu")
-    return y, last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
+    x, weight, _, state, seq_idx, lengths, *_ = inputs
+    return convolve(*inputs), last_inputs(x, weight.shape[1], state, seq_idx, lengths)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
-) -> Tensor:
+def _empty(inputs: ConvInputs) -> Tensor:
+    return inputs.x.new_empty(inputs.x.shape)
+
+
+def _forward(inputs: ConvInputs) -> Tensor:
     """y (B, L, D) of x (B, L, D), weight (D, K), state (B, K - 1, D)."""
-    (x,) = dense_rows(x)
-    weight, bias, initial_state, seq_idx = contiguous(weight, bias, initial_state, seq_idx)
-    y = x.new_empty(x.shape)
+    (x,), y = dense_rows(inputs.x), _empty(inputs)
+    weight, bias, initial_state, seq_idx = contiguous(*inputs[1:5])
     tiles, blocks = triton.cdiv(x.shape[2], TILE["BD"]), triton.cdiv(x.shape[1], TILE["BT"])
     if y.numel():
         with device_guard(x):
             forward_kernel[(tiles * blocks * x.shape[0],)](
                 x, weight, bias, initial_state, seq_idx, y, *strides(x), *x.shape[1:], tiles, blocks,
-                **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=silu, **TILE,
+                **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=inputs.silu, **TILE,
             )  # fmt: skip
     return y
 
 
-def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _backward(inputs: ConvInputs, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias and the state."""
-    *tensors, silu = inputs
-    x, grad_y = dense_rows(tensors[0], *gradients)
-    weight, bias, initial_state, seq_idx = contiguous(*tensors[1:])
+    x, grad_y = dense_rows(inputs.x, *gradients)
+    weight, bias, initial_state, seq_idx = contiguous(*inputs[1:5])
     (batch, length, channels), width = x.shape, weight.shape[1]
     tiles = triton.cdiv(channels, BACKWARD_TILE["BD"])
     chunks = triton.cdiv(length, BACKWARD_TILE["T"] * BACKWARD_TILE["BLOCKS"])
@@ -239,15 +231,13 @@ def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bo
             backward_kernel[(tiles * chunks * batch,)](
                 x, weight, bias, initial_state, seq_idx, grad_y, dx, dstate, dweight, dbias,
                 *strides(x, grad_y), length, channels, tiles, chunks,
-                **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=silu, **BACKWARD_TILE,
+                **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=inputs.silu, **BACKWARD_TILE,
             )  # fmt: skip
     sums = (None if part is None else part.sum(0).to(like.dtype) for part, like in ((dweight, weight), (dbias, bias)))
     return dx, *sums, dstate
 
 
-convolve = differentiable_op(
-    "hf_hybrid_ssm::causal_conv_triton", _forward, _backward, fake=lambda x, *_: x.new_empty(x.shape)
-)
+convolve = differentiable_op("hf_hybrid_ssm::causal_conv_triton", ConvInputs, _forward, _backward, _empty)
 
 
 def _flags(weight: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> dict[str, int]:
@@ -287,22 +277,19 @@ def step_kernel(
 launch_step = Launcher(step_kernel)
 
 
-def causal_conv_step_triton(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_step_triton(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
-    return step(*dense_rows(x), state, *contiguous(pages, weight, bias), activation == "silu"), state
+    (x,), (weight, bias, pages) = dense_rows(inputs.x), contiguous(inputs.weight, inputs.bias, inputs.pages)
+    state = inputs.state
+    assert state is not None
+    return step(ConvInputs(x, weight, bias, state, silu=inputs.silu, pages=pages)), state
 
 
-def _step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def _step(inputs: ConvInputs) -> Tensor:
     """y (B, 1, D); weight is (D, K), the rows of x may lie apart, and so may the pages of state (P, K - 1, D)."""
-    y = x.new_empty(x.shape)
+    x, weight, bias, state, _, _, silu, pages = inputs
+    assert state is not None
+    y = _empty(inputs)
     channels, width = weight.shape
     if y.numel() == 0:
         return y
@@ -314,5 +301,5 @@ def _step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: 
 
 
 step = step_op(
-    "hf_hybrid_ssm::causal_conv_step_triton", _step, lambda x, *_: x.new_empty(x.shape), ("state",), device_types=None
+    "hf_hybrid_ssm::causal_conv_step_triton", _step, _empty, ("state",), device_types=None, inputs=ConvInputs
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -41,36 +42,35 @@ class Op:
         name: the public name, used in messages.
         builtin: implementations that are plain torch and always importable, by backend name.
         kernels: modules that need an optional package, by backend name. Each has a function named after op and
-            backend (`causal_conv_native`) of the same signature and a function
-            `supports(device_type, dtype) -> str | None`: None if it can run, else the reason it cannot. They are
-            imported on first use, so that a missing or broken package never breaks the import.
-        self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
-        further_inputs: more of them, for kernels that take other ways with other sizes. Compilers for cards make other
-            code of rows that begin at multiples of 16 bytes, which models have: one of the examples has such rows.
+            backend (`causal_conv_native`) and a function `supports(device_type, dtype) -> str | None`: None if it can
+            run, else the reason it cannot. They are imported on first use, so that a missing or broken package never
+            breaks the import.
+        examples: what implementations take, one value each: on these a kernel is checked against the reference before
+            its first use. Kernels take other ways with other sizes, and compilers for cards make other code of rows
+            that begin at multiples of 16 bytes, which models have: one of the examples has such rows.
         opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
             inside a function transform.
         differentiable: False for an op of decoding, which overwrites its state and has no gradients to be checked.
 
     Raises:
-        ValueError: there are kernels, but no inputs on which to check them.
+        ValueError: there are kernels, but no examples on which to check them.
     """
 
     name: str
     builtin: dict[str, Callable]
     kernels: dict[str, str] = field(default_factory=dict)
-    self_check_inputs: Callable[[], dict] | None = None
-    further_inputs: tuple[Callable[[], dict], ...] = ()
+    examples: tuple[Callable[[], Any], ...] = ()
     opaque: tuple[str, ...] = ()
     differentiable: bool = True
-    _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
+    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
     _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
     _preferred: dict[tuple, str] = field(default_factory=dict, repr=False)
     _warned: set = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kernels and self.self_check_inputs is None:
-            raise ValueError(f"{self.name} has kernels ({', '.join(self.kernels)}) but no self_check_inputs.")
+        if self.kernels and not self.examples:
+            raise ValueError(f"{self.name} has kernels ({', '.join(self.kernels)}) but no examples.")
         REGISTRY[self.name] = self
 
     def unavailable(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -96,8 +96,7 @@ class Op:
             self._errors[key] = 0.0  # the check itself must not ask for a check
             try:
                 options = {"gradients": self.differentiable}
-                examples = (self.self_check_inputs, *self.further_inputs)
-                errors = (largest_error(kernel, reference, each, device_type, dtype, **options) for each in examples)  # type: ignore[arg-type]
+                errors = (largest_error(kernel, reference, e, device_type, dtype, **options) for e in self.examples)
                 self._errors[key] = max(errors)
             except Exception as error:  # whatever a kernel does, the torch backend must work
                 self._errors[key] = f"{type(error).__name__}: {error}"
@@ -135,7 +134,7 @@ class Op:
             name = self._preferred[key]
         else:
             name = _choose(self.name, device_type, dtype, requested)
-        return self.builtin[name] if name in self.builtin else self._loaded[name]  # type: ignore[return-value]
+        return self.builtin[name] if name in self.builtin else self._loaded[name]
 
     def explain(self, device_type: str, dtype: torch.dtype) -> dict[str, str]:
         """For each backend "runs", or the reason it cannot run on such tensors."""

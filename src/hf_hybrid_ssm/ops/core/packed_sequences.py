@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -72,19 +73,17 @@ def packed_sequences(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> Pac
 
 
 def run_by_document(
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    x: torch.Tensor,
-    state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    run: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]], inputs: Any, seq_idx: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`run(x, state=..., lengths=...)` on the documents of packed rows x (B, L, ...), each from its own start.
+    """`run(inputs)`, with x (B, L, ...), `state` and `lengths` among them, on the documents of packed rows, each from
+    its own start.
 
     Returns:
         Outputs (B, L, ...), and for each row the state after its last real token (None if `run` returns none).
     """
     if seq_idx is None or seq_idx.numel() == 0:
-        return run(zero_beyond(x, lengths), state=state, lengths=lengths)
-    documents = packed_sequences(seq_idx, lengths)
-    y, final = run(documents.unpack(x), state=documents.unpack_state(state), lengths=documents.lengths)
+        return run(inputs._replace(x=zero_beyond(inputs.x, inputs.lengths)))
+    documents = packed_sequences(seq_idx, inputs.lengths)
+    x, state = documents.unpack(inputs.x), documents.unpack_state(inputs.state)
+    y, final = run(inputs._replace(x=x, state=state, lengths=documents.lengths))
     return documents.pack(y), None if final is None else final[documents.last]

@@ -1,15 +1,14 @@
 """States of many texts in one memory: one token of some of them goes on from their pages."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_overwritten, check_tensor
 
 REFUSES = "pages must lie within the memory of the states."
 
@@ -77,19 +76,49 @@ def check_pages(pages: Tensor, batch: int, state: Tensor) -> None:
             raise ValueError(f"pages must be different ones of 0..{state.shape[0] - 1}, got {pages.tolist()}.")
 
 
-def on_pages(implementation: Callable, step: Callable[..., Tensor], state: Tensor, pages: Tensor) -> Tensor:
-    """`step(state, pages=pages)` where the implementation of it has this parameter, else `on_rows`."""
-    return step(state, pages=pages) if _takes_pages(implementation) else on_rows(step, state, pages)
+def gathers_pages(step: Callable[[Any], tuple[Tensor, Tensor]]) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """A step that overwrites contiguous states (B, ...), given states in pages: they are gathered for it, and put back
+    after it."""
+
+    @wraps(step)
+    def run(inputs: Any) -> tuple[Tensor, Tensor]:
+        if inputs.pages is None:
+            return step(inputs)
+        rows = inputs.state.index_select(0, inputs.pages)
+        y, _ = step(inputs._replace(state=rows, pages=None))
+        inputs.state.index_copy_(0, inputs.pages, rows)
+        return y, inputs.state
+
+    return run
 
 
-def on_rows(step: Callable[[Tensor], Tensor], state: Tensor, pages: Tensor) -> Tensor:
-    """A step that overwrites contiguous states (B, ...): they are gathered for it, and put back after it."""
-    gathered = state.index_select(0, pages)
-    y = step(gathered)
-    state.index_copy_(0, pages, gathered)
-    return y
+def held_state(
+    state: Tensor | PagedState | None, like: Tensor, shape: tuple[int, ...], letters: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """An op's `initial_state` of that shape behind the rows or pages, and the pages (B,) of a paged one.
+
+    Raises:
+        TypeError, ValueError: of wrong type, shape or device.
+    """
+    if isinstance(state, PagedState):
+        check_tensor("initial_state.memory", state.memory, (None, *shape), f"P, {letters}", beside=like)
+        return state.memory, state.pages
+    check_tensor("initial_state", state, (like.shape[0], *shape), f"B, {letters}", beside=like, optional=True)
+    return state, None
 
 
-@cache
-def _takes_pages(implementation: Callable) -> bool:
-    return "pages" in inspect.signature(implementation).parameters
+def run_step(run: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any, overwrites: bool) -> tuple[Tensor, Tensor]:
+    """y of one token of each row, and the state after it: the one that is given, which is overwritten, or a copy.
+
+    Args:
+        run: an implementation, which overwrites the state.
+        inputs: the op's; those with pages are overwritten.
+        overwrites: as of `Rows`.
+    """
+    if inputs.pages is not None:
+        check_pages(inputs.pages, len(inputs[0]), inputs.state)
+    elif overwrites:
+        check_overwritten("initial_state", inputs.state, dense="contiguous")
+    else:
+        inputs = inputs._replace(state=inputs.state.clone(memory_format=torch.contiguous_format))
+    return run(inputs)[0], inputs.state

@@ -1,6 +1,9 @@
-"""What may be active around an op: autocast, and function transforms, for which kernels have no rules."""
+"""What may be active around an op: autocast, how float32 matrices are multiplied, and function transforms, for which
+kernels have no rules."""
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -39,3 +42,42 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     if device_type == "meta" or not (torch.compiler.is_compiling() or is_autocast_enabled(device_type)):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+# -- products of float32 matrices, a setting of the process: in full, or rounded to TF32 or bfloat16 ------------------
+
+FULL = ("ieee", "none", "highest")
+# newer versions of torch have a setting for each library beside the one for all
+SETTINGS: tuple[Any, ...] = tuple(
+    setting
+    for setting in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(setting, "fp32_precision")
+)
+
+
+def float32_precision() -> tuple[str, ...]:
+    """The settings as they are, to be compared."""
+    if SETTINGS:
+        return tuple(setting.fp32_precision for setting in SETTINGS)
+    return (torch.get_float32_matmul_precision(),)
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """Products of float32 matrices keep float32's accuracy inside; the user's settings come back after it."""
+    before = float32_precision()
+    if all(precision in FULL for precision in before):
+        yield
+        return
+    try:
+        for_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the settings were made one by one, and no word says them all
+        for_all = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(for_all)
+        for setting, precision in zip(SETTINGS, before):
+            if setting.fp32_precision != precision:
+                setting.fp32_precision = precision

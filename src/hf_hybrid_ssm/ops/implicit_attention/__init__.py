@@ -1,7 +1,6 @@
 """Implicit self-attention: attention among the polynomial coefficients of one token's memory."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +10,7 @@ from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, decoder, defer_updates
-from hf_hybrid_ssm.ops.implicit_attention.reference import (
-    aligned_self_check_inputs,
-    implicit_attention_reference,
-    self_check_inputs,
-)
+from hf_hybrid_ssm.ops.implicit_attention.reference import EXAMPLES, ImplicitInputs, implicit_attention_reference
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
 
@@ -26,8 +21,7 @@ _OP = Op(
         "native": "hf_hybrid_ssm.ops.implicit_attention.native",
         "triton": "hf_hybrid_ssm.ops.implicit_attention.triton",
     },
-    self_check_inputs=self_check_inputs,
-    further_inputs=(aligned_self_check_inputs,),
+    examples=EXAMPLES,
 )
 FORMS = ("auto", "chunked", "fft", "recurrent")
 
@@ -74,12 +68,12 @@ def implicit_attention(
     """
     check_tensor("x", x, (None, None, None), "B, L, D")
     is_deferred = isinstance(initial_state, DeferredMemory)
+    inputs = ImplicitInputs(x, weight, bias, collapse, collapse_bias, float(theta), scale)
     if isinstance(initial_state, DeferredMemory) and is_one_token(rows, x.shape[1], initial_state):
         decode = decoder(x, activation, backend)
         if decode is not None:  # it checks what it is given
-            parameters = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
-            y, *after = decode(x, *initial_state, **parameters, theta=theta, scale=scale)
-            return y, DeferredMemory(*after) if rows.return_final_state else None
+            y, after = decode(inputs, initial_state)
+            return y, after if rows.return_final_state else None
     memory = apply_deferred(initial_state, theta) if isinstance(initial_state, DeferredMemory) else initial_state
     check_tensor("weight", weight, (3, None, None), "3, q', q", beside=x)
     reduced, order = weight.shape[1:]
@@ -90,19 +84,8 @@ def implicit_attention(
     seq_idx, lengths = checked_rows(rows, x.shape[0], x.shape[1])
     if form not in FORMS:
         raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}.")
-    run = partial(
-        _OP.select(x.device.type, x.dtype, backend),
-        weight=weight,
-        bias=bias,
-        collapse=collapse,
-        collapse_bias=collapse_bias,
-        theta=float(theta),
-        activation=activation,
-        scale=scale,
-        form=form,
-        return_final_state=rows.return_final_state,
-    )
-    y, final = run_by_document(run, x, memory, seq_idx, lengths)
+    inputs = ImplicitInputs(*inputs[:7], memory, lengths, rows.return_final_state, form, activation)
+    y, final = run_by_document(_OP.select(x.device.type, x.dtype, backend), inputs, seq_idx)
     return y, defer_updates(final) if is_deferred and final is not None else final
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
+from hf_hybrid_ssm.ops.implicit_attention.reference import ImplicitInputs
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, read_out, read_out_matrices
 
@@ -17,43 +18,29 @@ HELD = 2**26
 GROUP = 2**21
 
 
-def implicit_attention_torch(
-    x: torch.Tensor,
-    *,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    collapse: torch.Tensor,
-    collapse_bias: torch.Tensor | None,
-    activation: Callable[[torch.Tensor], torch.Tensor],
-    scale: float,
-    theta: float,
-    state: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    form: str,
-    return_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def implicit_attention_torch(inputs: ImplicitInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
+    (x, weight, *_), form, state, order, theta = inputs, inputs.form, inputs.state, inputs.order, inputs.theta
     dtype = torch.promote_types(x.dtype, torch.float32)
-    reduced, order = weight.shape[1:]
     stacked = weight.to(dtype).flatten(0, 1)
 
     def attend(y: torch.Tensor) -> torch.Tensor:
-        return _attend(y.unflatten(-2, (3, reduced)), bias, collapse, collapse_bias, activation, scale)
+        return _attend(y.unflatten(-2, (3, weight.shape[1])), inputs)
 
     with without_autocast(x.device.type):
         if form == "recurrent" or x.shape[1] <= 2:
-            y, final = by_steps(x.to(dtype), stacked, order, theta, state, lengths)
-            return attend(y).to(x.dtype), final if return_final_state else None
+            y, final = by_steps(inputs.memory(x.to(dtype), stacked))
+            return attend(y).to(x.dtype), final if inputs.returns_state else None
         blocks = None
         if form == "fft" and state is None:
             y = attend(_convolved(x.to(dtype), stacked, order, theta))
         else:
             blocks = Blocks(x.to(dtype), order, theta, state)
             y = _read_and_attend(blocks, stacked, x.dtype, attend)[:, : x.shape[1]]
-        if not return_final_state:
+        if not inputs.returns_state:
             return y.to(x.dtype), None
         blocks = Blocks(x.to(dtype), order, theta, None) if blocks is None else blocks
-        return y.to(x.dtype), blocks.final_state(lengths)
+        return y.to(x.dtype), blocks.final_state(inputs.lengths)
 
 
 def _read_and_attend(
@@ -78,18 +65,12 @@ def _read_and_attend(
     return torch.cat([run(from_inputs, from_state, *pair) for pair in pairs]).view(batch, count * block, channels)
 
 
-def _attend(
-    y: torch.Tensor,
-    bias: torch.Tensor | None,
-    collapse: torch.Tensor,
-    collapse_bias: torch.Tensor | None,
-    activation: Callable[[torch.Tensor], torch.Tensor],
-    scale: float,
-) -> torch.Tensor:
+def _attend(y: torch.Tensor, inputs: ImplicitInputs) -> torch.Tensor:
     """(..., 3, q', D) → (..., D): p (S V) = (p S) V, so that S V is never formed; softmax in float32 or wider."""
+    _, _, bias, collapse, collapse_bias, _, scale, *_ = inputs
     if bias is not None:
         y = y + bias.to(y.dtype).unsqueeze(-1)
-    q, k, v = activation(y).unbind(-3)
+    q, k, v = inputs.activation(y).unbind(-3)
     wide = torch.promote_types(y.dtype, torch.float32)
     logits = q @ k.transpose(-1, -2)
     weights = (logits if scale == 1 else scale * logits).softmax(-1, dtype=wide)  # (..., q', q')

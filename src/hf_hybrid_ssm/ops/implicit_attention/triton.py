@@ -7,9 +7,9 @@ products. Products are made in the dtype of x: memories are computed and carried
 rounded, as in the torch backend.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz
 from hf_hybrid_ssm.ops.core.constants import constant
-from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, filled
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.core.triton_helpers import dense_rows, device_guard, multiprocessors, strides, supports
 from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as kernels
 from hf_hybrid_ssm.ops.implicit_attention.decoding import is_exact_gelu
+from hf_hybrid_ssm.ops.implicit_attention.reference import ImplicitInputs
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import NEGLIGIBLE, BlockOperators, block_operators, transition
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import BLOCK
@@ -35,31 +36,15 @@ MEMORY_TILE = {"BK": 32, "BD": 32}
 ATTENTION_CHANNELS = 32  # of a tile; with more, the backward of float32 rows runs out of registers
 
 
-def implicit_attention_triton(
-    x: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    collapse: Tensor,
-    collapse_bias: Tensor | None,
-    activation: Callable[[Tensor], Tensor],
-    scale: float,
-    theta: float,
-    state: Tensor | None,
-    lengths: Tensor | None,
-    form: str,
-    return_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
+def implicit_attention_triton(inputs: ImplicitInputs) -> tuple[Tensor, Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernels do not do runs in torch."""
-    _, reduced, order = weight.shape
+    x, weight, bias, collapse, collapse_bias, theta, scale, state, lengths, returns_state, form, activation = inputs
+    reduced, order = weight.shape[1], inputs.order
     by_torch = form == "recurrent" or (form == "fft" and state is None) or x.shape[1] <= 2 or x.numel() == 0
     if by_torch or reduced > MOST_ROWS or not is_exact_gelu(activation):
-        options: dict[str, Any] = {"activation": activation, "scale": scale, "theta": theta, "form": form}
-        options |= {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
-        options |= {"state": state, "lengths": lengths, "return_final_state": return_final_state}
-        return implicit_attention_torch(x, **options)
+        return implicit_attention_torch(inputs)
     with without_autocast(x.device.type):
-        columns, final = _memories(x, state, lengths, order, theta, return_final_state)
+        columns, final = _memories(x, state, lengths, order, theta, returns_state)
         table = block_table(order, theta, BLOCK, device=x.device)[:, :BLOCK].flatten(1)
         matrix = (weight.float().flatten(0, 1) @ table).view(-1, columns.shape[0]).to(x.dtype)
         zero = weight.new_zeros
@@ -67,7 +52,7 @@ def implicit_attention_triton(
         parameters = torch.cat((*parts, zero(1) if collapse_bias is None else collapse_bias))
         y = _read_and_attend(matrix, columns, parameters, reduced, scale)
     y = y.view(x.shape[0], -1, x.shape[2])
-    return y if y.shape[1] == x.shape[1] else y[:, : x.shape[1]], final if return_final_state else None
+    return y if y.shape[1] == x.shape[1] else y[:, : x.shape[1]], final if returns_state else None
 
 
 def _read_and_attend(matrix: Tensor, columns: Tensor, parameters: Tensor, reduced: int, scale: float) -> Tensor:
@@ -148,12 +133,19 @@ def _walk(x: Tensor, order: int, theta: float, **flags: bool) -> _Walk:
     return _Walk(grid, numbers, carry, {**flags, "C": BLOCK, **tile})
 
 
-def _forward_memories(
-    x: Tensor, state: Tensor | None, lengths: Tensor | None, order: int, theta: float, needs_final: bool
-) -> tuple[Tensor, Tensor]:
+class _MemoryInputs(NamedTuple):
+    x: Tensor
+    state: Tensor | None
+    lengths: Tensor | None
+    order: int
+    theta: float
+    needs_final: bool
+
+
+def _forward_memories(inputs: _MemoryInputs) -> tuple[Tensor, Tensor]:
     """Columns (K, B J, D) in x's dtype: memory (q, and zeros) and tokens of each block; the last memory (B, q, D)."""
-    (x,) = dense_rows(x)
-    columns, final = _fake_memories(x, state, lengths, order, theta, needs_final)
+    x, state, lengths, order, theta, needs_final = inputs
+    (x,), (columns, final) = dense_rows(x), _fake_memories(inputs)
     if state is not None:
         state = state.contiguous()
     flags = {"STATE": state is not None, "LENGTHS": lengths is not None, "FINAL": needs_final}
@@ -165,21 +157,20 @@ def _forward_memories(
     return columns, final
 
 
-def _fake_memories(
-    x: Tensor, state: Tensor | None, lengths: Tensor | None, order: int, theta: float, needs_final: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_memories(inputs: _MemoryInputs) -> tuple[Tensor, Tensor]:
+    x, order = inputs.x, inputs.order
     batch, length, channels = x.shape
     columns = x.new_empty(_rows_kept(order) + BLOCK, batch * -(-length // BLOCK), channels)
-    shape = (batch, order, channels) if needs_final else (0,)
+    shape = (batch, order, channels) if inputs.needs_final else (0,)
     return columns, x.new_empty(shape, dtype=torch.float32)
 
 
 def _backward_memories(
-    inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]
+    inputs: _MemoryInputs, gradients: Sequence, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None]:
     """Of x and the state."""
     x, state, lengths, order, theta, needs_final = inputs
-    dcolumns, dfinal = (part.contiguous() for part in gradients)
+    dcolumns, dfinal = filled(gradients, lambda: _fake_memories(inputs))
     dx, dstate = x.new_empty(x.shape), None if state is None else state.new_empty(state.shape)
     flags = {"STATE": state is not None, "LENGTHS": lengths is not None, "FINAL": needs_final}
     walk, table = _walk(x, order, theta, **flags), block_table(order, theta, BLOCK, device=x.device)
@@ -191,7 +182,7 @@ def _backward_memories(
 
 
 _memories = differentiable_op(
-    "hf_hybrid_ssm::implicit_attention_memories", _forward_memories, _backward_memories, _fake_memories
+    "hf_hybrid_ssm::implicit_attention_memories", _MemoryInputs, _forward_memories, _backward_memories, _fake_memories
 )
 
 
@@ -204,9 +195,20 @@ def attention_tile(rows: int, dtype: torch.dtype) -> dict:
     return {**sizes, "PRECISION": precision, "num_warps": size // 8}
 
 
-def _forward_attention(rows: Tensor, parameters: Tensor, channels: int, count: int, scale: float) -> Tensor:
-    """(n C, D) of rows (3 q' C, n D), and parameters (4 q' + 1,)."""
-    y = rows.new_empty(_fake_attention(rows, parameters, channels, count, scale).shape)
+class _AttentionInputs(NamedTuple):
+    """Rows (3 q' C, n D), parameters (4 q' + 1,), D, q' and the scale of the logits."""
+
+    rows: Tensor
+    parameters: Tensor
+    channels: int
+    reduced: int
+    scale: float
+
+
+def _forward_attention(inputs: _AttentionInputs) -> Tensor:
+    """(n C, D)."""
+    rows, parameters, _, count, scale = inputs
+    y = _fake_attention(inputs)
     tile = attention_tile(count, rows.dtype)
     with device_guard(rows):
         kernels.attention_kernel[(triton.cdiv(len(y), tile["TOKENS"]),)](
@@ -215,12 +217,12 @@ def _forward_attention(rows: Tensor, parameters: Tensor, channels: int, count: i
     return y
 
 
-def _fake_attention(rows: Tensor, parameters: Tensor, channels: int, count: int, scale: float) -> Tensor:
-    return rows.new_empty(rows.shape[1] // channels * BLOCK, channels)
+def _fake_attention(inputs: _AttentionInputs) -> Tensor:
+    return inputs.rows.new_empty(inputs.rows.shape[1] // inputs.channels * BLOCK, inputs.channels)
 
 
 def _backward_attention(
-    inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]
+    inputs: _AttentionInputs, gradients: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     """Of the rows and the parameters."""
     rows, parameters, _, count, scale = inputs
@@ -236,5 +238,9 @@ def _backward_attention(
 
 
 _attention = differentiable_op(
-    "hf_hybrid_ssm::implicit_attention_rows", _forward_attention, _backward_attention, _fake_attention
+    "hf_hybrid_ssm::implicit_attention_rows",
+    _AttentionInputs,
+    _forward_attention,
+    _backward_attention,
+    _fake_attention,
 )

@@ -1,7 +1,6 @@
 """The Legendre Memory Unit: every channel's recent past as coefficients of Legendre polynomials."""
 
 import math
-from functools import partial
 
 import torch
 
@@ -10,7 +9,7 @@ from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
-from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
+from hf_hybrid_ssm.ops.legendre_memory.reference import MemoryInputs, legendre_memory_reference
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import legendre_memory_torch
 
 _OP = Op("legendre_memory", builtin={"torch": legendre_memory_torch, "reference": legendre_memory_reference})
@@ -49,9 +48,8 @@ def legendre_memory(
     check_tensor("weight", weight, (None, order), "r, q", optional=True)
     check_memory(order, theta, initial_state, x)
     seq_idx, lengths = checked_rows(rows, x.shape[0], x.shape[1])
-    implementation = _OP.select(x.device.type, x.dtype, backend)
-    run = partial(implementation, weight=weight, order=order, theta=float(theta))
-    y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
+    inputs = MemoryInputs(x, weight, order, float(theta), initial_state, lengths)
+    y, final = run_by_document(_OP.select(x.device.type, x.dtype, backend), inputs, seq_idx)
     return y, final if rows.return_final_state else None
 
 

@@ -1,21 +1,27 @@
 """The Legendre memory, token by token: m_t = A m_{t-1} + B x_t with A = exp of the continuous matrix, B = (1 - A)
 e_0."""
 
+from typing import NamedTuple
+
 import torch
 
 from hf_hybrid_ssm.ops.legendre_memory.constants import transition
 
 
-def legendre_memory_reference(
-    x: torch.Tensor,
-    *,
-    weight: torch.Tensor | None,
-    order: int,
-    theta: float,
-    state: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class MemoryInputs(NamedTuple):
+    """What implementations of `legendre_memory` take, checked; every row is one document, and padding is 0."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    order: int
+    theta: float
+    state: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+
+
+def legendre_memory_reference(inputs: MemoryInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`; computes in float32, or float64 for float64 inputs."""
+    x, weight, order, theta, state, lengths = inputs
     dtype = torch.promote_types(x.dtype, torch.float32)
     a = transition(order, theta).to(x.device, dtype)
     b = -a[:, :1]

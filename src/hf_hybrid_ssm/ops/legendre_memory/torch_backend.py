@@ -10,25 +10,19 @@ from hf_hybrid_ssm.ops.legendre_memory.constants import (
     block_operators,
     doubled_advances,
 )
+from hf_hybrid_ssm.ops.legendre_memory.reference import MemoryInputs
 
 BLOCK = 32
 
 
-def legendre_memory_torch(
-    x: torch.Tensor,
-    *,
-    weight: torch.Tensor | None,
-    order: int,
-    theta: float,
-    state: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def legendre_memory_torch(inputs: MemoryInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`."""
+    x, weight, order, theta, state, lengths = inputs
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight = torch.eye(order, dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
     with without_autocast(x.device.type):
         if x.shape[1] <= 2:
-            y, final = by_steps(x.to(dtype), weight, order, theta, state, lengths)
+            y, final = by_steps(inputs._replace(x=x.to(dtype), weight=weight))
         else:
             blocks = Blocks(x.to(dtype), order, theta, state)
             from_inputs, from_state = read_out_matrices(weight, blocks.operators)
@@ -39,15 +33,10 @@ def legendre_memory_torch(
         return y.to(x.dtype), final
 
 
-def by_steps(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    order: int,
-    theta: float,
-    state: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def by_steps(inputs: MemoryInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token, for one or two of them: m ← A m + B x."""
+    x, weight, order, theta, state, lengths = inputs
+    assert weight is not None
     a, b, *_ = block_operators(order, theta, 1, x.dtype, device=x.device)
     m = x.new_zeros(x.shape[0], order, x.shape[2]) if state is None else state.to(x.dtype)
     y = []

@@ -31,7 +31,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     lti_scan_torch,
 )
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.reference import aligned_channel_inputs, channel_inputs, lti_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import LTI_EXAMPLES, LtiInputs, lti_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.token import lti_token
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
@@ -42,8 +42,7 @@ _OP = Op(
         "native": "hf_hybrid_ssm.ops.linear_scan.native",
         "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
     },
-    self_check_inputs=channel_inputs,
-    further_inputs=(aligned_channel_inputs,),
+    examples=LTI_EXAMPLES,
 )
 
 
@@ -102,15 +101,13 @@ def lti_scan(
     check_tensor("system.output", system.output, (filters, channels, size), "F, D, N", beside=u)
     seq_idx, lengths = checked_rows(rows, batch, length)
     wanted = OutputPositions.of(stride, positions, batch, length)
-    dtype = system.output.dtype
+    dtype, (decay, form) = system.output.dtype, system.transition
+    skip, state = (None if part is None else part.to(dtype) for part in (skip, initial_state))
+    options = (seq_idx, lengths, form, rows.return_final_state, wanted, system.blocks)
+    inputs = LtiInputs(u, decay, system.vector, system.output, skip, state, *options)
     run = _OP.select(u.device.type, dtype, backend)
     with without_autocast(u.device.type):
-        return run(
-            u, system.transition.value, system.vector, system.output,
-            *(None if part is None else part.to(dtype) for part in (skip, initial_state)),
-            seq_idx, lengths, rows.return_final_state, wanted,
-            form=system.transition.form, blocks=system.blocks,
-        )  # fmt: skip
+        return run(inputs)
 
 
 def _check_system(system: ChannelSystem) -> None:

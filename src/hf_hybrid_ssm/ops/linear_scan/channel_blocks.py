@@ -11,6 +11,7 @@ from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Documents, Rows
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
+from hf_hybrid_ssm.ops.linear_scan.reference import LtiInputs
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
 from hf_hybrid_ssm.ops.long_conv.torch_backend import block_conv
@@ -96,25 +97,9 @@ def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tens
     return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
 
 
-def lti_scan_torch(
-    u: torch.Tensor,
-    decay: torch.Tensor,
-    vector: torch.Tensor,
-    output: torch.Tensor,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    return_final_state: bool,
-    wanted: OutputPositions,
-    *,
-    form: str,
-    blocks: BlockMatrices | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `lti_scan`.
-
-    `decay` is the transition's value in this `form`; `blocks` gives the block matrices where they are known already.
-    """
+def lti_scan_torch(inputs: LtiInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N)."""
+    u, decay, vector, output, skip, initial_state, seq_idx, lengths, form, returns_state, wanted, blocks = inputs
     x = zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = x.shape
     filters, _, size = output.shape
@@ -123,7 +108,7 @@ def lti_scan_torch(
         initial_state = x.new_zeros(batch, filters, channels, size)
     if length == 0 or batch == 0:
         y = u.new_zeros(batch, wanted.count(length), filters, channels)
-        return y, initial_state if return_final_state else None
+        return y, initial_state if returns_state else None
     if blocks is None:
         matrices = (Transition(decay, form), vector, output, BLOCK)
         blocks = BlockMatrices(lambda: block_states(*matrices), lambda: block_outputs(*matrices))
@@ -145,7 +130,7 @@ def lti_scan_torch(
         y = _read_out(states, system)
     if skip is not None and not asks_for_none:
         y = torch.addcmul(y, skip, wanted.take(x).unsqueeze(2))
-    final = _final_state(x, system, starts, seq_idx, lengths) if return_final_state else None
+    final = _final_state(x, system, starts, seq_idx, lengths) if returns_state else None
     return y[:, added:].to(u.dtype), final
 
 

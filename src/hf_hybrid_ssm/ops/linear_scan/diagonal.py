@@ -6,11 +6,7 @@ from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
-from hf_hybrid_ssm.ops.linear_scan.reference import (
-    aligned_diagonal_inputs,
-    diagonal_inputs,
-    diagonal_scan_reference,
-)
+from hf_hybrid_ssm.ops.linear_scan.reference import DIAGONAL_EXAMPLES, DiagonalInputs, diagonal_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import diagonal_scan_torch
 
 _OP = Op(
@@ -20,8 +16,7 @@ _OP = Op(
         "native": "hf_hybrid_ssm.ops.linear_scan.native",
         "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
     },
-    self_check_inputs=diagonal_inputs,
-    further_inputs=(aligned_diagonal_inputs,),
+    examples=DIAGONAL_EXAMPLES,
 )
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -64,8 +59,8 @@ def diagonal_scan(
     with without_autocast(x.device.type):
         h = x
         if x.numel():
-            parts = (_real_parts(part) for part in (decay, x, initial_state))
-            h = scan(*parts, seq_idx)
+            start = None if initial_state is None else _pairs(initial_state)
+            (h,) = scan(DiagonalInputs(_pairs(x), _pairs(decay), start, seq_idx))
             h = torch.view_as_complex(h) if x.is_complex() else h
     if not rows.return_final_state:
         return h, None
@@ -77,6 +72,6 @@ def diagonal_scan(
     return h, states.gather(1, counts.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
 
 
-def _real_parts(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     """(..., M) complex → (..., M, 2) real; a real one as it is."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor is not None and tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_hybrid_ssm.ops.linear_scan.reference import DiagonalInputs
+
 BLOCK = 32  # tokens after which a state is corrected, see `triton_channel_kernels`
 LEAST = 256  # tokens of a split
 SCHEDULERS = 4  # of a multiprocessor
@@ -82,10 +84,9 @@ class Splits:
         return 1.0 if flags is None else flags.float().reshape(*flags.shape, *(1 for _ in self.shape))
 
 
-def forward(
-    run: Run, x: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None, splits: int
-) -> Tensor:
+def forward(run: Run, inputs: DiagonalInputs, splits: int) -> Tensor:
     """The states h of all tokens."""
+    x, decay, initial_state, seq_idx = inputs
     rows = Splits(x, decay, seq_idx, splits)
     cut = rows.cut(x)
     h = torch.empty_like(cut)
@@ -95,16 +96,9 @@ def forward(
     return rows.join(h)
 
 
-def backward(
-    run: Run,
-    dh: Tensor,
-    h: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    splits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the initial state (B, ...), and of the decay by rows (B S, ...)."""
+def backward(run: Run, dh: Tensor, inputs: DiagonalInputs, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the initial state (B, ...), and of the decay by rows (B S, ...); h is in the place of x."""
+    h, decay, initial_state, seq_idx = inputs
     rows = Splits(dh, decay, seq_idx, splits)
     cut, states = rows.cut(dh), rows.cut(h)
     last = states[:, -1].unflatten(0, (rows.batch, rows.count))

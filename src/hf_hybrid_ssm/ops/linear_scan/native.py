@@ -2,9 +2,15 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.native_library import library_beside, supports
-from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
+from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside, supports
+from hf_hybrid_ssm.ops.linear_scan.custom_ops import (
+    channel_op,
+    channel_outputs,
+    diagonal_op,
+    diagonal_scan_by,
+    lti_scan_by,
+)
+from hf_hybrid_ssm.ops.linear_scan.reference import DiagonalInputs, LtiInputs
 
 __all__ = ["diagonal_scan_native", "lti_scan_native", "supports"]
 
@@ -38,72 +44,41 @@ DIAGONAL_BACKWARD = CFunction(
 )
 
 
-def _channel_forward(
-    u: torch.Tensor,
-    decay: torch.Tensor,
-    vector: torch.Tensor,
-    output: torch.Tensor,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    is_complex: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (batch, length, channels), (filters, _, size) = u.shape, output.shape
-    y, final = u.new_empty(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
-    system = (decay.flatten(2), vector, output)
-    CHANNEL_FORWARD((u, *system, skip, initial_state, seq_idx, lengths, y, final), is_complex)
-    return y, final
+def _channel_forward(inputs: LtiInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    u, decay, *others = inputs[:8]
+    outputs = channel_outputs(inputs)
+    CHANNEL_FORWARD((u, decay.flatten(2), *others, *outputs), inputs.form == "complex")
+    return outputs
 
 
-def _channel_backward(
-    u: torch.Tensor,
-    decay: torch.Tensor,
-    vector: torch.Tensor,
-    output: torch.Tensor,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    dy: torch.Tensor,
-    dfinal: torch.Tensor,
-    is_complex: bool,
-    trains: bool,
-) -> list[torch.Tensor]:
-    filters, channels, _ = output.shape
+def _channel_backward(inputs: LtiInputs, dy: torch.Tensor, dfinal: torch.Tensor, trains: bool) -> list[torch.Tensor]:
+    u, decay, vector, output, *others = inputs[:8]
     ddecay, dvector, doutput = (torch.zeros_like(tensor) for tensor in (decay, vector, output))
-    du, dskip, dinitial = torch.empty_like(u), u.new_empty(filters, channels), torch.empty_like(dfinal)
-    inputs = (u, decay.flatten(2), vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal)
-    CHANNEL_BACKWARD((*inputs, du, ddecay.flatten(2), dvector, doutput, dskip, dinitial), trains, is_complex)
-    return [du, ddecay, dvector, doutput, dskip, dinitial]
+    du, dskip, dstate = torch.empty_like(u), u.new_empty(output.shape[:2]), torch.empty_like(dfinal)
+    results = (du, ddecay.flatten(2), dvector, doutput, dskip, dstate)
+    given = (u, decay.flatten(2), vector, output, *others, dy, dfinal)
+    CHANNEL_BACKWARD((*given, *results), trains, inputs.form == "complex")
+    return [du, ddecay, dvector, doutput, dskip, dstate]
 
 
 _channel = channel_op("hf_hybrid_ssm::lti_scan_native", _channel_forward, _channel_backward, "cpu")
 lti_scan_native = lti_scan_by(_channel)
 
 
-def _diagonal_forward(
-    x: torch.Tensor, decay: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
-) -> torch.Tensor:
-    h = torch.empty_like(x)
-    pairs = decay.dim() == 2
-    *inputs, out = _floats(pairs, x, decay, initial_state, h)
-    DIAGONAL_FORWARD((*inputs, seq_idx, out), pairs)
+def _diagonal_forward(inputs: DiagonalInputs) -> torch.Tensor:
+    h, pairs = torch.empty_like(inputs.x), inputs.decay.dim() == 2
+    *floats, out = _floats(pairs, *inputs[:3], h)
+    DIAGONAL_FORWARD((*floats, inputs.seq_idx, out), pairs)
     return h
 
 
-def _diagonal_backward(
-    dh: torch.Tensor,
-    h: torch.Tensor,
-    decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    dx, ddecay, dinitial = torch.empty_like(h), torch.empty_like(decay), h.new_empty(h.shape[0], *h.shape[2:])
+def _diagonal_backward(inputs: DiagonalInputs, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h, decay, *_ = inputs
+    dx, ddecay, dstate = torch.empty_like(h), torch.empty_like(decay), h.new_empty(h.shape[0], *h.shape[2:])
     pairs = decay.dim() == 2
-    inputs = _floats(pairs, dh, h, decay, initial_state)
-    DIAGONAL_BACKWARD((*inputs, seq_idx, *_floats(pairs, dx, ddecay, dinitial)), pairs)
-    return dx, ddecay, dinitial
+    given = (*_floats(pairs, dh, *inputs[:3]), inputs.seq_idx)
+    DIAGONAL_BACKWARD((*given, *_floats(pairs, dx, ddecay, dstate)), pairs)
+    return dx, ddecay, dstate
 
 
 def _floats(pairs: bool, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

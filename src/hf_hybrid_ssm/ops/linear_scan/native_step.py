@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.native_library import library_beside, prepared, step_op, supports
+from hf_hybrid_ssm.ops.core.custom_ops import step_op
+from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside, prepared, supports
+from hf_hybrid_ssm.ops.linear_scan.reference import StepInputs
 
 __all__ = ["linear_step_native", "supports"]
 
@@ -19,60 +19,26 @@ STEP = CFunction(
 )
 
 
-def linear_step_native(
-    u: Tensor,
-    state: Tensor,
-    decay_minus_one: Tensor,
-    input_vector: Tensor,
-    *,
-    output_rows: Tensor | None,
-    low_rank: tuple[Tensor, Tensor] | None,
-    skip: Tensor | None,
-    is_complex: bool,
-    silu: bool,
-) -> tuple[Tensor | None, Tensor]:
+def linear_step_native(inputs: StepInputs) -> tuple[Tensor | None, Tensor]:
     """As `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
-    wide = prepared(state)
-    left, right = low_rank or (None, None)
-    constants = map(prepared, (decay_minus_one, input_vector, left, right, output_rows, skip))
-    y = _step(prepared(u), wide, *constants, is_complex, silu)
-    if wide is not state:
-        state.copy_(wide)
-    return None if output_rows is None else y.to(u.dtype), state
+    dense: Any = map(prepared, inputs[:8])
+    u, state, a, b, left, right, rows, skip = dense
+    y = _step(StepInputs(u, state, a, b, left, right, rows, skip, inputs.is_complex, inputs.silu))
+    if state is not inputs.state:
+        inputs.state.copy_(state)
+    return None if rows is None else y.to(inputs.u.dtype), inputs.state
 
 
-def _compute(
-    u: Tensor,
-    state: Tensor,
-    decay_minus_one: Tensor,
-    input_vector: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    output_rows: Tensor | None,
-    skip: Tensor | None,
-    is_complex: bool,
-    silu: bool,
-) -> Tensor:
+def _compute(inputs: StepInputs) -> Tensor:
     """y (B, 1, F, D), empty without output rows; all contiguous float32."""
-    batch, filters, channels, _ = state.shape
-    is_read = output_rows is not None
-    y = torch.empty((batch, 1, filters if is_read else 0, channels), dtype=u.dtype)
-    constants = (decay_minus_one, input_vector, left, right, output_rows, skip)
-    STEP((u, state, *constants, y if is_read else None), is_complex, silu)
+    y = _empty(inputs)
+    STEP((*inputs[:8], y if inputs.output_rows is not None else None), inputs.is_complex, inputs.silu)
     return y
 
 
-def _fake(
-    u: Tensor,
-    state: Tensor,
-    decay_minus_one: Tensor,
-    input_vector: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    output_rows: Tensor | None,
-    *_: Any,
-) -> Tensor:
-    return u.new_empty(state.shape[0], 1, state.shape[1] if output_rows is not None else 0, state.shape[2])
+def _empty(inputs: StepInputs) -> Tensor:
+    batch, filters, channels, _ = inputs.state.shape
+    return inputs.u.new_empty((batch, 1, 0 if inputs.output_rows is None else filters, channels))
 
 
-_step = step_op("hf_hybrid_ssm::linear_step_native", _compute, _fake, changes=("state",))
+_step = step_op("hf_hybrid_ssm::linear_step_native", _compute, _empty, changes=("state",), inputs=StepInputs)

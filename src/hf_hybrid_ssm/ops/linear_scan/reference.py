@@ -1,5 +1,7 @@
 """The recurrences, token by token."""
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -9,13 +11,68 @@ from hf_hybrid_ssm.ops.core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 
-def diagonal_scan_reference(
-    decay: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
-) -> torch.Tensor:
-    """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document; shapes as in `diagonal_scan_torch`.
+class DiagonalInputs(NamedTuple):
+    """What implementations of `diagonal_scan` take, checked, in the order of C; complex numbers are pairs (..., 2).
+
+    Args:
+        x: (B, L, M) or (B, L, M, 2), B and L at least 1.
+        decay: (M,) or (M, 2); as precise as x, or twice.
+        state: before the first token, (B, M) or (B, M, 2); None for zeros.
+        seq_idx: (B, L) or None.
+    """
+
+    x: torch.Tensor
+    decay: torch.Tensor
+    state: torch.Tensor | None = None
+    seq_idx: torch.Tensor | None = None
+
+
+class LtiInputs(NamedTuple):
+    """What implementations of `lti_scan` take, checked, in the order of C; shapes as there.
+
+    Args:
+        decay: the transition's value, in this `form`.
+        state: before the first token.
+        returns_state: whether the final state is wanted.
+        wanted: which outputs are.
+        blocks: gives the block matrices where they are known already.
+    """
+
+    u: torch.Tensor
+    decay: torch.Tensor
+    vector: torch.Tensor
+    output: torch.Tensor
+    skip: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    seq_idx: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    form: str = "real"
+    returns_state: bool = True
+    wanted: OutputPositions = ALL_OUTPUTS
+    blocks: Any = None
+
+
+class StepInputs(NamedTuple):
+    """What implementations of `lti_token` take, checked, in the order of C; `low_rank` is `left` and `right`."""
+
+    u: torch.Tensor
+    state: torch.Tensor
+    decay_minus_one: torch.Tensor
+    input_vector: torch.Tensor
+    left: torch.Tensor | None
+    right: torch.Tensor | None
+    output_rows: torch.Tensor | None
+    skip: torch.Tensor | None
+    is_complex: bool
+    silu: bool
+
+
+def diagonal_scan_reference(inputs: DiagonalInputs) -> tuple[torch.Tensor]:
+    """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document.
 
     Each product is taken in the wider of the two dtypes and rounded to x's.
     """
+    x, decay, initial_state, seq_idx = inputs
     is_complex = decay.dim() == 2
     if is_complex:
         decay, x = torch.view_as_complex(decay), torch.view_as_complex(x)
@@ -27,25 +84,12 @@ def diagonal_scan_reference(
         state = (decay * state + x[:, t]).to(x.dtype)
         states.append(state)
     h = torch.stack(states, dim=1)
-    return torch.view_as_real(h) if is_complex else h
+    return (torch.view_as_real(h) if is_complex else h,)
 
 
-def lti_scan_reference(
-    u: torch.Tensor,
-    decay: torch.Tensor,
-    vector: torch.Tensor,
-    output: torch.Tensor,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    return_final_state: bool,
-    wanted: OutputPositions,
-    *,
-    form: str,
-    blocks: object = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t; shapes as in `lti_scan_torch`."""
+def lti_scan_reference(inputs: LtiInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t."""
+    u, decay, vector, output, skip, initial_state, seq_idx, lengths, form, *_ = inputs
     transition, u = Transition(decay, form), zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = u.shape
     state, outputs = u.new_zeros(batch, *output.shape) if initial_state is None else initial_state, []
@@ -61,7 +105,7 @@ def lti_scan_reference(
         state = torch.where(real, following, state)
         outputs.append((output * following).sum(-1) + (0.0 if skip is None else skip * token))
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, output.shape[0], channels)
-    return wanted.take(y), (state if return_final_state else None)
+    return inputs.wanted.take(y), (state if inputs.returns_state else None)
 
 
 def _decays(*shape: int) -> torch.Tensor:
@@ -70,44 +114,28 @@ def _decays(*shape: int) -> torch.Tensor:
     return torch.view_as_real(torch.polar(torch.sigmoid(3 + 2 * size), 3 * angle))
 
 
-def diagonal_inputs() -> dict:
+def _diagonal_example(batch: int, channels: int) -> DiagonalInputs:
     """Longer than a block, with a state before the first token and decays near 1."""
-    return draw({"x": (2, 75, 5, 2), "initial_state": (2, 5, 2)}) | {"decay": _decays(5), "seq_idx": None}
+    tensors = draw({"x": (batch, 75, channels, 2), "state": (batch, channels, 2)})
+    return DiagonalInputs(**tensors, decay=_decays(channels))
 
 
-def aligned_diagonal_inputs() -> dict:
-    """Rows that begin at multiples of 16 bytes, as those of models."""
-    return draw({"x": (1, 75, 16, 2), "initial_state": (1, 16, 2)}) | {"decay": _decays(16), "seq_idx": None}
+def _lti_example(batch: int, *system: int) -> LtiInputs:
+    """The same, for filters of channels."""
+    filters, channels, size = system
+    shapes = {"u": (batch, 75, channels), "vector": system, "output": system, "skip": (filters, channels)}
+    tensors = draw(shapes | {"state": (batch, *system)})
+    return LtiInputs(**tensors, decay=_decays(filters, channels, size // 2), form="complex")
 
 
-def channel_inputs() -> dict:
-    """The same, for two filters of three channels."""
-    shapes = {"u": (2, 75, 3), "vector": (2, 3, 6), "output": (2, 3, 6), "skip": (2, 3), "initial_state": (2, 2, 3, 6)}
-    options = {"seq_idx": None, "lengths": None, "wanted": ALL_OUTPUTS, "form": "complex"}
-    return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}
+# the second ones have rows that begin at multiples of 16 bytes, as those of models: 16 channels, and as many states
+DIAGONAL_EXAMPLES = (lambda: _diagonal_example(2, 5), lambda: _diagonal_example(1, 16))
+LTI_EXAMPLES = (lambda: _lti_example(2, 2, 3, 6), lambda: _lti_example(1, 1, 16, 32))
 
 
-def aligned_channel_inputs() -> dict:
-    """Rows that begin at multiples of 16 bytes, as those of models: 16 channels, and as many states."""
-    system = (1, 16, 32)
-    shapes = {"u": (1, 75, 16), "vector": system, "output": system, "skip": (1, 16), "initial_state": (1, *system)}
-    options = {"seq_idx": None, "lengths": None, "wanted": ALL_OUTPUTS, "form": "complex"}
-    return draw(shapes) | options | {"decay": _decays(1, 16, 16), "return_final_state": True}
-
-
-def linear_step_reference(
-    u: torch.Tensor,
-    state: torch.Tensor,
-    decay_minus_one: torch.Tensor,
-    input_vector: torch.Tensor,
-    *,
-    output_rows: torch.Tensor | None,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None,
-    skip: torch.Tensor | None,
-    is_complex: bool,
-    silu: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+def linear_step_reference(inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.linear_scan.lti_token`; computes in float32, or in float64 for float64 inputs."""
+    u, state, decay_minus_one, input_vector, left, right, output_rows, skip, is_complex, silu = inputs
     dtype = torch.promote_types(u.dtype, torch.float32)
     h, value, a, b = state.to(dtype), u.to(dtype).unsqueeze(-1), decay_minus_one.to(dtype), input_vector.to(dtype)
     if is_complex:
@@ -115,8 +143,8 @@ def linear_step_reference(
         moved = torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
     else:
         moved = a * h
-    if low_rank is not None:
-        left, right = (part.to(dtype) for part in low_rank)
+    if left is not None and right is not None:
+        left, right = left.to(dtype), right.to(dtype)
         moved = moved - left * (right * h).sum(-1, keepdim=True)
     after = h + (moved + b * value)
     state.copy_(after)
@@ -127,10 +155,11 @@ def linear_step_reference(
     return (F.silu(out) if silu else out).to(u.dtype).unsqueeze(1), state
 
 
-def step_inputs() -> dict:
+def _step_example() -> StepInputs:
     """Complex, with a product of rank one, states that do not fill a vector."""
     constants = dict.fromkeys(("decay_minus_one", "input_vector", "output_rows", "left", "right"), (2, 3, 22))
     tensors = draw({"u": (2, 1, 3), "state": (2, 2, 3, 22), "skip": (2, 3)} | constants)
-    # a tuple of tensors would not be cast: every entry is bfloat16 already
-    low_rank = tuple(tensors.pop(name).bfloat16().float() for name in ("left", "right"))
-    return tensors | {"low_rank": low_rank, "is_complex": True, "silu": True}
+    return StepInputs(**tensors, is_complex=True, silu=True)
+
+
+STEP_EXAMPLES = (_step_example,)

@@ -4,14 +4,14 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.linear_scan.reference import linear_step_reference, step_inputs
+from hf_hybrid_ssm.ops.linear_scan.reference import STEP_EXAMPLES, StepInputs, linear_step_reference
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import linear_step_torch
 
 _OP = Op(
     "linear_step",
     builtin={"torch": linear_step_torch, "reference": linear_step_reference},
     kernels={"native": "hf_hybrid_ssm.ops.linear_scan.native_step"},
-    self_check_inputs=step_inputs,
+    examples=STEP_EXAMPLES,
     differentiable=False,
 )
 
@@ -61,8 +61,10 @@ def lti_token(
     check_tensor("input_vector", input_vector, shape, "F, D, N", like=decay_minus_one)
     check_tensor("output_rows", output_rows, shape, "F, D, N", like=decay_minus_one, optional=True)
     check_tensor("skip", skip, shape[:2], "F, D", like=decay_minus_one, optional=True)
-    for name, part in zip(("low_rank[0]", "low_rank[1]"), low_rank or ()):
-        check_tensor(name, part, shape, "F, D, N", like=decay_minus_one)
+    left, right = low_rank or (None, None)
+    if low_rank is not None:
+        check_tensor("low_rank[0]", left, shape, "F, D, N", like=decay_minus_one)
+        check_tensor("low_rank[1]", right, shape, "F, D, N", like=decay_minus_one)
     run = _OP.select(u.device.type, decay_minus_one.dtype, backend)
-    options = {"output_rows": output_rows, "low_rank": low_rank, "skip": skip, "is_complex": is_complex, "silu": silu}
-    return run(u, state, decay_minus_one, input_vector, **options)[0]
+    a, b, c = decay_minus_one, input_vector, output_rows
+    return run(StepInputs(u, state, a, b, left, right, c, skip, is_complex, silu))[0]

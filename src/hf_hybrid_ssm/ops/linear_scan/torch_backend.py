@@ -7,29 +7,19 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops.linear_scan.reference import DiagonalInputs, StepInputs
 from hf_hybrid_ssm.ops.linear_scan.transition import power
 
 BLOCK = 32  # tokens; the depth of the recursion is the logarithm of the length to this base
 
 
-def diagonal_scan_torch(
-    decay: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
-) -> torch.Tensor:
-    """h_t = a h_{t-1} + x_t, real or complex.
-
-    Args:
-        decay: (M,), or (M, 2) for complex numbers as real and imaginary parts; as precise as x, or twice.
-        x: (B, L, M) or (B, L, M, 2), B and L at least 1.
-        initial_state: (B, M) or (B, M, 2), or None for zeros.
-        seq_idx: (B, L) or None.
-
-    Returns:
-        h of x's shape.
-    """
+def diagonal_scan_torch(inputs: DiagonalInputs) -> tuple[torch.Tensor]:
+    """h_t = a h_{t-1} + x_t, real or complex."""
+    x, decay, state, seq_idx = inputs
     if decay.dim() == 1:
-        return _scan(decay, x, initial_state, seq_idx)
-    start = None if initial_state is None else torch.view_as_complex(initial_state)
-    return torch.view_as_real(_scan(torch.view_as_complex(decay), torch.view_as_complex(x), start, seq_idx))
+        return (_scan(decay, x, state, seq_idx),)
+    start = None if state is None else torch.view_as_complex(state)
+    return (torch.view_as_real(_scan(torch.view_as_complex(decay), torch.view_as_complex(x), start, seq_idx)),)
 
 
 def _scan(
@@ -84,26 +74,15 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
     return h.reshape(batch, blocks, block, size)
 
 
-def linear_step_torch(
-    u: torch.Tensor,
-    state: torch.Tensor,
-    decay_minus_one: torch.Tensor,
-    input_vector: torch.Tensor,
-    *,
-    output_rows: torch.Tensor | None,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None,
-    skip: torch.Tensor | None,
-    is_complex: bool,
-    silu: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+def linear_step_torch(inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
+    u, state, decay_minus_one, input_vector, left, right, output_rows, skip, is_complex, silu = inputs
     h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype).unsqueeze(-1)
     if is_complex:
         moved = torch.view_as_real(_complex(decay_minus_one) * _complex(h)).flatten(-2)
     else:
         moved = decay_minus_one * h
-    if low_rank is not None:
-        left, right = low_rank
+    if left is not None and right is not None:
         moved = torch.addcmul(moved, left, torch.linalg.vecdot(right, h).unsqueeze(-1), value=-1)
     after = h + torch.addcmul(moved, input_vector, value)
     state.copy_(after)

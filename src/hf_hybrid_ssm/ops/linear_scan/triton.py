@@ -12,7 +12,14 @@ from torch import Tensor
 from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, multiprocessors, supports
 from hf_hybrid_ssm.ops.linear_scan import diagonal_splits
 from hf_hybrid_ssm.ops.linear_scan import triton_channel_kernels as kernels
-from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
+from hf_hybrid_ssm.ops.linear_scan.custom_ops import (
+    channel_op,
+    channel_outputs,
+    diagonal_op,
+    diagonal_scan_by,
+    lti_scan_by,
+)
+from hf_hybrid_ssm.ops.linear_scan.reference import DiagonalInputs, LtiInputs
 from hf_hybrid_ssm.ops.linear_scan.triton_diagonal_kernel import diagonal_kernel
 
 __all__ = ["diagonal_scan_triton", "lti_scan_triton", "supports"]
@@ -27,79 +34,51 @@ def channel_tile(states: int) -> dict[str, int]:
     return {"BN": size, "BD": max(4, 256 // size), "num_warps": 1, **BLOCK}
 
 
-def _grid(u: Tensor, entering: Tensor, tile: dict[str, int]) -> tuple[int]:
-    filters, channels, _ = entering.shape
-    return (triton.cdiv(channels, tile["BD"]) * filters * u.shape[0],)
-
-
-def _options(
-    u: Tensor, entering: Tensor, seq_idx: Tensor | None, lengths: Tensor | None, is_complex: bool
-) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Tokens, channels, filters and states of a launch, and its constants: (B, L, D) through (F, D, N)."""
-    filters, channels, size = entering.shape
+def _launch(inputs: LtiInputs) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    """Grid of a launch, its tokens, channels, filters and states, and its constants: (B, L, D) through (F, D, N)."""
+    filters, channels, size = inputs.vector.shape
+    is_complex = inputs.form == "complex"
     states = size // 2 if is_complex else size
-    flags = {"COMPLEX": is_complex, "DOCUMENTS": seq_idx is not None, "LENGTHS": lengths is not None}
-    return (u.shape[1], channels, filters, states), flags | channel_tile(states)
+    flags = {"COMPLEX": is_complex, "DOCUMENTS": inputs.seq_idx is not None, "LENGTHS": inputs.lengths is not None}
+    constants = flags | channel_tile(states)
+    grid = (triton.cdiv(channels, constants["BD"]) * filters * inputs.u.shape[0],)
+    return grid, (inputs.u.shape[1], channels, filters, states), constants
 
 
-def _channel_forward(
-    u: Tensor,
-    decay: Tensor,
-    vector: Tensor,
-    output: Tensor,
-    skip: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    lengths: Tensor | None,
-    is_complex: bool,
-) -> tuple[Tensor, Tensor]:
-    (batch, length, channels), (filters, _, size) = u.shape, output.shape
-    make = u.new_empty if lengths is None else u.new_zeros  # nothing is written after a row's end
-    y, final = make(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
-    sizes, options = _options(u, vector, seq_idx, lengths, is_complex)
-    if batch * channels * filters:
+def _channel_forward(inputs: LtiInputs) -> tuple[Tensor, Tensor]:
+    u, decay, vector, output, skip, state, seq_idx, lengths, *_ = inputs
+    y, final = channel_outputs(inputs)
+    y = y if lengths is None else y.zero_()  # nothing is written after a row's end
+    grid, sizes, options = _launch(inputs)
+    if final.shape[:3].numel():
         with device_guard(u):
-            kernels.channel_forward_kernel[_grid(u, vector, options)](
-                u, decay, vector, output, skip, seq_idx, lengths, initial_state, y, final, *u.stride()[:2], *sizes,
-                START=initial_state is not None, SKIP=skip is not None, **options,
+            kernels.channel_forward_kernel[grid](
+                u, decay, vector, output, skip, seq_idx, lengths, state, y, final, *u.stride()[:2], *sizes,
+                START=state is not None, SKIP=skip is not None, **options,
             )  # fmt: skip
     return y, final
 
 
-def _channel_backward(
-    u: Tensor,
-    decay: Tensor,
-    vector: Tensor,
-    output: Tensor,
-    skip: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    lengths: Tensor | None,
-    dy: Tensor,
-    dfinal: Tensor,
-    is_complex: bool,
-    trains: bool,
-) -> list[Tensor]:
-    (batch, _, channels), filters = u.shape, output.shape[0]
+def _channel_backward(inputs: LtiInputs, dy: Tensor, dfinal: Tensor, trains: bool) -> list[Tensor]:
+    u, decay, vector, output, skip, state, seq_idx, lengths, *_ = inputs
     make = dy.new_empty if lengths is None else dy.new_zeros
-    du, dinitial, dskip = make(dy.shape), torch.empty_like(dfinal), u.new_empty(batch, filters, channels)
+    du, dstate, dskip = make(dy.shape), torch.empty_like(dfinal), u.new_empty(dfinal.shape[:3])
     dvector, doutput, ddecay = (torch.empty_like(dfinal) for _ in range(3))
-    sizes, options = _options(u, vector, seq_idx, lengths, is_complex)
-    grid = _grid(u, vector, options)
+    grid, sizes, options = _launch(inputs)
     of_u, of_dy = u.stride()[:2], dy.stride()[:3]
-    if batch * channels * filters:
+    if dskip.numel():
         with device_guard(u):
             if trains:
                 kernels.channel_derivative_kernel[grid](
-                    u, dy, decay, vector, output, seq_idx, lengths, initial_state, dfinal, doutput, ddecay,
-                    *of_u, *of_dy, *sizes, START=initial_state is not None, **options,
+                    u, dy, decay, vector, output, seq_idx, lengths, state, dfinal, doutput, ddecay,
+                    *of_u, *of_dy, *sizes, START=state is not None, **options,
                 )  # fmt: skip
             kernels.channel_backward_kernel[grid](
-                dy, u, decay, output, vector, skip, seq_idx, lengths, dfinal, du, dinitial, dvector, dskip,
+                dy, u, decay, output, vector, skip, seq_idx, lengths, dfinal, du, dstate, dvector, dskip,
                 *of_dy, *of_u, *sizes, START=dfinal is not None, SKIP=skip is not None, **options,
             )  # fmt: skip
     ddecay, dvector, doutput = (part.sum(0) for part in (ddecay, dvector, doutput))
-    return [du.sum(2), ddecay.view(decay.shape).to(decay.dtype), dvector, doutput, dskip.sum(0), dinitial]
+    return [du.sum(2), ddecay.view(decay.shape).to(decay.dtype), dvector, doutput, dskip.sum(0), dstate]
 
 
 _channel = channel_op("hf_hybrid_ssm::lti_scan_triton", _channel_forward, _channel_backward)
@@ -129,24 +108,23 @@ def _splits(x: Tensor) -> int:
     return diagonal_splits.diagonal_splits(warps, x.shape[1], multiprocessors(x.device))
 
 
-def _diagonal_forward(x: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+def _diagonal_forward(inputs: DiagonalInputs) -> Tensor:
+    x, decay, state, seq_idx = inputs
     if (splits := _splits(x)) > 1:
-        return diagonal_splits.forward(_run_diagonal, x, decay, initial_state, seq_idx, splits)
+        return diagonal_splits.forward(_run_diagonal, inputs, splits)
     h = torch.empty_like(x)
-    _run_diagonal(x, None, decay, initial_state, seq_idx, h, None, None)
+    _run_diagonal(x, None, decay, state, seq_idx, h, None, None)
     return h
 
 
-def _diagonal_backward(
-    dh: Tensor, h: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _diagonal_backward(inputs: DiagonalInputs, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h, decay, state, seq_idx = inputs
     if (splits := _splits(h)) > 1:
-        given = (dh, h, decay, initial_state, seq_idx)
-        dx, dinitial, parts = diagonal_splits.backward(_run_diagonal, *given, splits)
+        dx, dstate, parts = diagonal_splits.backward(_run_diagonal, dh, inputs, splits)
     else:
-        dx, dinitial, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
-        _run_diagonal(dh, h, decay, initial_state, seq_idx, dx, dinitial, parts)
-    return dx, parts.sum(0).to(decay.dtype), dinitial
+        dx, dstate, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
+        _run_diagonal(dh, h, decay, state, seq_idx, dx, dstate, parts)
+    return dx, parts.sum(0).to(decay.dtype), dstate
 
 
 _diagonal = diagonal_op("hf_hybrid_ssm::diagonal_scan_triton", _diagonal_forward, _diagonal_backward)

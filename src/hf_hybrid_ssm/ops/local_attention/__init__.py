@@ -15,11 +15,8 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
     append_to_window,
     document_ranks,
 )
-from hf_hybrid_ssm.ops.local_attention.reference import (
-    local_attention_reference,
-    self_check_inputs,
-    sink_self_check_inputs,
-)
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
+from hf_hybrid_ssm.ops.local_attention.reference import EXAMPLES, local_attention_reference
 from hf_hybrid_ssm.ops.local_attention.sink import check_sink
 from hf_hybrid_ssm.ops.local_attention.slots import append_slot, check_seen, drop_oldest, slot_attention, window_token
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
@@ -31,8 +28,7 @@ _OP = Op(
         "triton": "hf_hybrid_ssm.ops.local_attention.flex_attention",
         "native": "hf_hybrid_ssm.ops.local_attention.native",
     },
-    self_check_inputs=self_check_inputs,
-    further_inputs=(sink_self_check_inputs,),
+    examples=EXAMPLES,
 )
 
 
@@ -96,10 +92,12 @@ def local_attention(
     if is_one_token(rows, q.shape[-2], initial_state) and dropout == 0 and softcap is None:
         if chunk_size is not None:
             window = window.within_chunk(chunk_size)
-        options = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "backend": backend}
-        options |= {"zero_kv_sink": zero_kv_sink, "sink_logits": sink_logits, "sink_values": sink_values}
-        options["head_scale"] = head_scale
-        y, after = window_token(q, k, v, initial_state, rows, **options)  # type: ignore[arg-type]
+        assert initial_state is not None
+        y, after = window_token(
+            q, k, v, initial_state, rows, window=window, chunk_size=chunk_size, bias=bias, scale=scale,
+            head_scale=head_scale, zero_kv_sink=zero_kv_sink, sink_logits=sink_logits, sink_values=sink_values,
+            backend=backend,
+        )  # fmt: skip
         return y, after if rows.return_final_state else None
     check_tensor("q", q, (None, None, None, None), "B, H, L, E")
     batch, heads, length, size = q.shape
@@ -135,24 +133,12 @@ def local_attention(
         q, k, bias = l2_normalise(q) * factor.unsqueeze(1), l2_normalise(k), None if bias is None else bias * factor
     if initial_state is not None:
         initial_state = _check_state(initial_state, k, v, left)
-    run = _OP.select(q.device.type, q.dtype, backend)
-    y = run(
-        q,
-        k,
-        v,
-        window=window.limits,
-        chunk_size=chunk_size,
-        bias=bias,
-        scale=size**-0.5 if scale is None else scale,
-        zero_kv_sink=zero_kv_sink,
-        sink_logits=sink_logits,
-        sink_values=sink_values,
-        dropout=dropout,
-        state=initial_state,
-        seq_idx=seq_idx,
-        lengths=lengths,
-        softcap=softcap,
-    )
+    scale = size**-0.5 if scale is None else scale
+    inputs = AttentionInputs(
+        q, k, v, window.limits, scale, bias, sink_logits, sink_values, chunk_size, zero_kv_sink, dropout, softcap,
+        initial_state, seq_idx, lengths,
+    )  # fmt: skip
+    y = _OP.select(q.device.type, q.dtype, backend)(inputs)
     if not rows.return_final_state:
         return y, None
     return y, append_to_window(initial_state, k, v, rows.capacity if left is None else left, rows)

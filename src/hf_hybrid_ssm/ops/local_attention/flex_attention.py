@@ -15,10 +15,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
-from hf_hybrid_ssm.ops.core.precision import float32_precision
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits, distance_ranges, zero_key_logits
+from hf_hybrid_ssm.ops.core.transforms import float32_precision
+from hf_hybrid_ssm.ops.local_attention.distance_range import Limits, zero_key_logits
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
 from hf_hybrid_ssm.ops.local_attention.sink import beside_sink
-from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch
+from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
@@ -41,35 +42,15 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
     return None if importlib.util.find_spec("triton") else "FlexAttention is compiled by Triton, which is missing"
 
 
-def local_attention_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    bias: torch.Tensor | None,
-    scale: float,
-    zero_kv_sink: bool,
-    sink_logits: torch.Tensor | None,
-    sink_values: torch.Tensor | None,
-    dropout: float,
-    state: AttentionState | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def local_attention_triton(inputs: AttentionInputs) -> torch.Tensor:
     """As `local_attention_torch`, which takes over what this does not (dropout, softcap, an initial state), what would
     not fill a block, and causal chunks without a bias, for which torch has a kernel."""
+    q, k, v, window, scale, bias, sink_logits, sink_values, _, zero_kv_sink, *_ = inputs
     few, has_sink = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD, sink_logits is not None
-    by_chunk = not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx)
-    if few or dropout or softcap is not None or state is not None or by_chunk:
-        options: dict[str, Any] = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale}
-        options |= {"dropout": dropout, "zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx}
-        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values, "softcap": softcap}
-        return local_attention_torch(q, k, v, **options)
-    (left, right), length = window, q.shape[2]
-    ranges = distance_ranges(length, window, chunk_size, seen=None, seq_idx=seq_idx, lengths=lengths, device=q.device)
+    by_torch = inputs.dropout or inputs.softcap is not None or inputs.state is not None
+    if few or by_torch or inputs.is_causal_by_chunk:
+        return local_attention_torch(inputs)
+    (left, right), length, lengths, ranges = window, q.shape[2], inputs.lengths, inputs.ranges()
     k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
     first, last = (limit.expand(q.shape[0], length).contiguous() for limit in ranges[:2])  # of one layout: one kernel
 
@@ -82,21 +63,20 @@ def local_attention_triton(
         def with_bias(
             score: torch.Tensor, row: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor
         ) -> torch.Tensor:
-            column = i - j + (bias.shape[1] // 2 if right is None or right > 0 else 0)
+            column = i - j + (bias.shape[1] // 2 if inputs.two_sided else 0)
             return score + bias[head, column.clamp(0, bias.shape[1] - 1)].to(score.dtype)
 
         score_mod = with_bias
     visited, indices = _visited(length, window, q.device)
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
-    options = {"score_mod": score_mod, "block_mask": blocks, "scale": scale}
+    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": blocks, "scale": scale}
     options["enable_gqa"] = bool(q.shape[1] != k.shape[1])  # of symbolic sizes a comparison is not a bool
-    attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink or has_sink))
+    attend = _flex(q, _kind(inputs, zero_kv_sink or has_sink))
     if not zero_kv_sink and not has_sink:
         return attend(q, k, v, **options)
     y, total = attend(q, k, v, **options, **LOG_SUM)
     total = total if isinstance(total, torch.Tensor) else total.lse
     if zero_kv_sink:
-        assert left is not None and right is not None  # zeros fill a window
         sink_logits = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
     assert sink_logits is not None  # without a sink it has returned
     return beside_sink(y, total, sink_logits, sink_values)
@@ -117,18 +97,11 @@ def _visited(length: int, window: Limits, device: torch.device) -> tuple[torch.T
         return (highest - lowest + 1).int()[None, None], indices.int()[None, None]
 
 
-def _kind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: Limits,
-    bias: torch.Tensor | None,
-    scale: float,
-    has_sink: bool,
-) -> tuple:
+def _kind(inputs: AttentionInputs, has_sink: bool) -> tuple:
     """What another value of compiles anew; lengths and, above one, batches do not."""
+    q, k, v, _, scale, bias, *_ = inputs
     sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device)
-    column = None if bias is None else (bias.shape, bias.dtype, window[1] is None or window[1] > 0)
+    column = None if bias is None else (bias.shape, bias.dtype, inputs.two_sided)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias))
     return (*sizes, column, gradients, scale, has_sink, float32_precision())
 

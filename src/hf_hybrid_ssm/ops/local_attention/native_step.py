@@ -1,14 +1,14 @@
 """The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
-from typing import Any, List  # noqa: UP035
+from typing import List, NamedTuple  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core import native_library
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.native_library import contiguous, library_beside, prepared, step_op
-from hf_hybrid_ssm.ops.local_attention.distance_range import Limits
+from hf_hybrid_ssm.ops.core.custom_ops import step_op
+from hf_hybrid_ssm.ops.core.native_library import CFunction, contiguous, library_beside, prepared
+from hf_hybrid_ssm.ops.local_attention.inputs import StepInputs
 
 STEP = CFunction(
     library_beside(__file__),
@@ -28,58 +28,44 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
     return native_library.supports(device_type, dtype)
 
 
-def attention_step_native(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor | None,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    block: bool,
-    bias: Tensor | None,
-    scale: float,
-    head_scale: Tensor | None,
-    zero_kv_sink: bool,
-    sink_logits: Tensor | None,
-    sink_values: Tensor | None,
-    shift: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_step_native(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
-    left, right = window
-    numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
-    dense = (prepared(q), prepared(k), prepared(v))
+    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, block, scale, *flags = inputs
+    zero_kv_sink, shift = flags
+    numbers = [-1 if left is None else left, right, chunk or 0, int(block), int(shift), int(zero_kv_sink)]
     factors = (None if bias is None else bias.float(), prepared(head_scale))
-    sink = (None if sink_logits is None else sink_logits.float(), prepared(sink_values))
+    sink = (None if logits is None else logits.float(), prepared(of_sink))
     seen = contiguous(seen, torch.int64)
-    return _step(*dense, keys, values, seen, *factors, *sink, float(scale), numbers).to(q.dtype), keys, values
+    dense = (prepared(q), prepared(k), prepared(v), keys, values, seen, *factors, *sink)
+    return _step(_Inputs(*dense, float(scale), numbers)).to(q.dtype), keys, values
 
 
-def _compute(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor | None,
-    bias: Tensor | None,
-    head_scale: Tensor | None,
-    sink_logits: Tensor | None,
-    sink_values: Tensor | None,
-    scale: float,
-    numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
-) -> Tensor:
-    """y (B, H, 1, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
-    y = torch.empty((*q.shape[:3], values.shape[3]), dtype=q.dtype)
-    tensors = (q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, y)
-    STEP(tensors, scale, *numbers, keys.dtype != torch.float32)
+class _Inputs(NamedTuple):
+    """What C takes; the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    keys: Tensor
+    values: Tensor
+    seen: Tensor | None
+    bias: Tensor | None
+    head_scale: Tensor | None
+    sink_logits: Tensor | None
+    sink_values: Tensor | None
+    scale: float
+    numbers: List[int]  # noqa: UP006 - all that torch 2.6 reads
+
+
+def _compute(inputs: _Inputs) -> Tensor:
+    """y (B, H, 1, V)."""
+    y = _empty(inputs)
+    STEP((*inputs[:10], y), inputs.scale, *inputs.numbers, inputs.keys.dtype != torch.float32)
     return y
 
 
-def _fake(q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], 1, values.shape[3])
+def _empty(inputs: _Inputs) -> Tensor:
+    return inputs.q.new_empty((*inputs.q.shape[:3], inputs.values.shape[3]))
 
 
-_step = step_op("hf_hybrid_ssm::attention_step_native", _compute, _fake, changes=("keys", "values"))
+_step = step_op("hf_hybrid_ssm::attention_step_native", _compute, _empty, changes=("keys", "values"), inputs=_Inputs)

@@ -1,51 +1,36 @@
 """Local attention, token by token: a softmax over the list of keys that a token may see."""
 
+from typing import Any
+
 import torch
 
 from hf_hybrid_ssm.ops.core.self_check import draw
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs, StepInputs
 
 
-def local_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    bias: torch.Tensor | None,
-    scale: float,
-    zero_kv_sink: bool,
-    sink_logits: torch.Tensor | None,
-    sink_values: torch.Tensor | None,
-    dropout: float,
-    state: AttentionState | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def local_attention_reference(inputs: AttentionInputs) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
-    if dropout:
+    q, k, v, (left, right), scale, bias, sink_logits, sink_values, *_ = inputs
+    chunk_size, softcap, state, two_sided = inputs.chunk_size, inputs.softcap, inputs.state, inputs.two_sided
+    if inputs.dropout:
         raise ValueError("the reference has no dropout.")
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length, _ = q.shape
     shared = heads // k.shape[1]
-    left, right = window
-    two_sided = right is None or right > 0
     y = torch.zeros(batch, heads, length, v.shape[3], dtype=dtype)
     nothing = torch.zeros(heads, v.shape[3], dtype=dtype)
     sink_value = _sink_value(sink_values, nothing)
     for b in range(batch):
         seen = 0 if state is None else int(state.seen[b])
         count = 0 if state is None else min(seen, state.keys.shape[2])
-        document = [0] * length if seq_idx is None else seq_idx[b].tolist()
+        document = [0] * length if inputs.seq_idx is None else inputs.seq_idx[b].tolist()
         known = [(document[0] if length else 0, seen - count + s) for s in range(count)]  # (document, rank in it)
         queries, keys, values = _tokens(q[b], 1, dtype), _tokens(k[b], shared, dtype), _tokens(v[b], shared, dtype)
         if state is not None:
             first_slot = state.keys.shape[2] - count
             keys = _tokens(state.keys[b, :, first_slot:], shared, dtype) + keys
             values = _tokens(state.values[b, :, first_slot:], shared, dtype) + values
-        for i in range(length if lengths is None else int(lengths[b])):
+        for i in range(length if inputs.lengths is None else int(inputs.lengths[b])):
             first = document[i] == document[0]
             known.append((document[i], seen + i if first else i - document.index(document[i])))
         row = [nothing] * length
@@ -59,8 +44,7 @@ def local_attention_reference(
                     product = product if softcap is None else softcap * (product / softcap).tanh()
                     logits.append(product + _bias(bias, i - j, two_sided, heads, dtype))
                     seen_values.append(values[j])
-            if zero_kv_sink:
-                assert left is not None and right is not None  # zeros fill a window
+            if inputs.zero_kv_sink:
                 for distance in range(max(-right, known[i][1] + 1), left + 1):
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(nothing)
@@ -100,41 +84,26 @@ def _bias(bias: torch.Tensor | None, distance: int, two_sided: bool, heads: int,
     return bias[:, min(max(column, 0), bias.shape[1] - 1)].to(dtype)
 
 
-def self_check_inputs() -> dict:
+def _rows_example() -> AttentionInputs:
     """More than one block, a bias, and zeros before the row."""
-    options = {"window": (12, -1), "chunk_size": None, "scale": 0.25, "zero_kv_sink": True, "dropout": 0.0}
-    options |= {"state": None, "seq_idx": None, "lengths": None, "sink_logits": None, "sink_values": None}
-    return draw(dict.fromkeys("qkv", (1, 2, 150, 16)) | {"bias": (2, 9)}) | options
+    tensors = draw(dict.fromkeys("qkv", (1, 2, 150, 16)) | {"bias": (2, 9)})
+    return AttentionInputs(**tensors, window=(12, -1), scale=0.25, zero_kv_sink=True)
 
 
-def sink_self_check_inputs() -> dict:
+def _sink_example() -> AttentionInputs:
     """A sink beside every window, whose value heads share; entries that do not fill a vector."""
-    options = {"window": (5, 0), "chunk_size": None, "scale": 0.25, "zero_kv_sink": False, "dropout": 0.0}
-    options |= {"bias": None, "state": None, "seq_idx": None, "lengths": None}
     shapes: dict[str, tuple[int, ...]] = {"q": (1, 4, 20, 18), "k": (1, 2, 20, 18), "v": (1, 2, 20, 5)}
-    return draw(shapes | {"sink_logits": (1, 4, 20), "sink_values": (2, 5)}) | options
+    return AttentionInputs(
+        **draw(shapes | {"sink_logits": (1, 4, 20), "sink_values": (2, 5)}), window=(5, 0), scale=0.25
+    )
 
 
-def attention_step_reference(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    block: bool,
-    bias: torch.Tensor | None,
-    scale: float,
-    head_scale: torch.Tensor | None,
-    zero_kv_sink: bool,
-    sink_logits: torch.Tensor | None,
-    sink_values: torch.Tensor | None,
-    shift: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+EXAMPLES = (_rows_example, _sink_example)
+
+
+def attention_step_reference(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.local_attention.slot_attention`; computes in the same precision."""
+    q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, (left, right), *_ = inputs
     dtype, output_dtype, q = torch.promote_types(q.dtype, torch.float32), q.dtype, q.squeeze(2)
     k, v, sink_logits = (None if part is None else part.squeeze(2) for part in (k, v, sink_logits))
     if head_scale is not None:
@@ -142,17 +111,16 @@ def attention_step_reference(
         q, k = _normalised(q, dtype) * factor, None if k is None else _normalised(k, dtype)
         bias = None if bias is None else bias * factor
     y = torch.zeros(*q.shape[:2], values.shape[3], dtype=dtype)
-    heads, shared, (left, right) = q.shape[1], q.shape[1] // keys.shape[1], window
+    heads, shared = q.shape[1], q.shape[1] // keys.shape[1]
     for b in range(q.shape[0]):
         own = None if k is None or v is None else (k[b], v[b])
         rank = 0 if seen is None else int(seen[b])
         logits, seen_values = [], []
-        for key, value, distance in _visible(keys[b], values[b], own, rank, window, chunk_size, block, shift):
+        for key, value, distance in _visible(inputs, keys[b], values[b], own, rank):
             product = (q[b].to(dtype) * key.repeat_interleave(shared, 0).to(dtype)).sum(-1)
-            logits.append(product * scale + _bias(bias, distance, False, heads, dtype))
+            logits.append(product * inputs.scale + _bias(bias, distance, False, heads, dtype))
             seen_values.append(value.repeat_interleave(shared, 0).to(dtype))
-        if zero_kv_sink:
-            assert left is not None and right is not None  # zeros fill a window
+        if inputs.zero_kv_sink:
             for distance in range(max(-right, rank + 1), left + 1):
                 logits.append(_bias(bias, distance, False, heads, dtype))
                 seen_values.append(torch.zeros_like(y[b]))
@@ -162,31 +130,27 @@ def attention_step_reference(
         if logits:
             y[b] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if own is not None:
-            _keep(keys[b], own[0], rank, block, shift)
-            _keep(values[b], own[1], rank, block, shift)
+            _keep(keys[b], own[0], rank, inputs.block, inputs.shift)
+            _keep(values[b], own[1], rank, inputs.block, inputs.shift)
     return y.to(output_dtype).unsqueeze(2), keys, values
 
 
 def _visible(
+    inputs: StepInputs,
     keys: torch.Tensor,
     values: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor] | None,
     rank: int,
-    window: Limits,
-    chunk_size: int | None,
-    block: bool,
-    shift: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """(key, value, distance) of what the token sees."""
     slots = keys.shape[1]
     if own is None:
         return [(keys[:, j], values[:, j], 0) for j in range(slots)]
-    left, right = window
-    assert right is not None  # a token sees nothing after itself
+    (left, right), chunk_size, block = inputs.window, inputs.chunk_size, inputs.block
     if block:
         earlier = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
     else:
-        before = slots if shift else slots - 1
+        before = slots if inputs.shift else slots - 1
         earlier = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
     known = [*earlier, (*own, 0)]
     if block:
@@ -211,20 +175,16 @@ def _normalised(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def step_self_check_inputs() -> dict:
+def _step_example(seen: list[int], zero_kv_sink: bool, **sink: tuple[int, ...]) -> StepInputs:
     """Shared keys, a row at its start, entries that do not fill a vector."""
-    options = {"zero_kv_sink": True, "sink_logits": None, "sink_values": None}
-    return draw(_STEP_SHAPES) | _STEP_OPTIONS | options | {"seen": torch.tensor([3, 40])}
+    shapes = {"q": (2, 4, 1, 18), "k": (2, 2, 1, 18), "v": (2, 2, 1, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5)}
+    tensors = draw(shapes | {"bias": (4, 5), "head_scale": (4,)} | sink)
+    tables = {"sink_logits": None, "sink_values": None, "seen": torch.tensor(seen)} | tensors
+    options: dict[str, Any] = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}
+    return StepInputs(**tables, **options, zero_kv_sink=zero_kv_sink)
 
 
-def sink_step_self_check_inputs() -> dict:
-    """The same with a sink whose value heads share."""
-    shapes = _STEP_SHAPES | {"sink_logits": (2, 4, 1), "sink_values": (2, 5)}
-    return draw(shapes) | _STEP_OPTIONS | {"zero_kv_sink": False, "seen": torch.tensor([0, 40])}
-
-
-_STEP_SHAPES: dict[str, tuple[int, ...]] = {
-    "q": (2, 4, 1, 18), "k": (2, 2, 1, 18), "v": (2, 2, 1, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5),
-    "bias": (4, 5), "head_scale": (4,),
-}  # fmt: skip
-_STEP_OPTIONS = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}
+STEP_EXAMPLES = (
+    lambda: _step_example([3, 40], True),
+    lambda: _step_example([0, 40], False, sink_logits=(2, 4, 1), sink_values=(2, 5)),  # whose value heads share
+)

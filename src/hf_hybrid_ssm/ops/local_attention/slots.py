@@ -8,11 +8,8 @@ from hf_hybrid_ssm.ops.core.checks import can_read_values, check_overwritten, ch
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits, Window
-from hf_hybrid_ssm.ops.local_attention.reference import (
-    attention_step_reference,
-    sink_step_self_check_inputs,
-    step_self_check_inputs,
-)
+from hf_hybrid_ssm.ops.local_attention.inputs import StepInputs
+from hf_hybrid_ssm.ops.local_attention.reference import STEP_EXAMPLES, attention_step_reference
 from hf_hybrid_ssm.ops.local_attention.sink import check_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 
@@ -22,8 +19,7 @@ _OP = Op(
     "attention_step",
     builtin={"torch": attention_step_torch, "reference": attention_step_reference},
     kernels={"native": "hf_hybrid_ssm.ops.local_attention.native_step"},
-    self_check_inputs=step_self_check_inputs,
-    further_inputs=(sink_step_self_check_inputs,),
+    examples=STEP_EXAMPLES,
     differentiable=False,
 )
 
@@ -101,16 +97,12 @@ def slot_attention(
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
         check_seen("seen", seen, batch, looks=run in _OP.builtin.values())  # the C kernel looks by itself
-    options: dict[str, Any] = {
-        "window": window.limits,
-        "chunk_size": chunk_size,
-        "block": block,
-        "bias": bias,
-        "head_scale": head_scale,
-    }
-    options |= {"scale": size**-0.5 if scale is None else scale, "zero_kv_sink": zero_kv_sink, "shift": shift}
-    options |= {"sink_logits": sink_logits, "sink_values": sink_values}
-    return run(q, k, v, keys, values, seen, **options)[0]
+    scale = size**-0.5 if scale is None else scale
+    inputs = StepInputs(
+        q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window.limits, chunk_size, block,
+        scale, zero_kv_sink, shift,
+    )  # fmt: skip
+    return run(inputs)[0]
 
 
 def check_seen(name: str, seen: torch.Tensor | None, batch: int, *, looks: bool = True) -> None:

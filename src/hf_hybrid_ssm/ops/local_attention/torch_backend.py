@@ -1,7 +1,6 @@
 """Local attention in torch: blocks of queries against the keys of their windows, by torch's fused attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,171 +10,57 @@ from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.transforms import is_exporting
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
-from hf_hybrid_ssm.ops.local_attention.distance_range import (
-    AttentionState,
-    DistanceRange,
-    Limits,
-    bias_by_distance,
-    distance_ranges,
-    zero_key_logits,
-)
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs, StepInputs
 from hf_hybrid_ssm.ops.local_attention.sink import Sink, append_sink
 from hf_hybrid_ssm.ops.local_attention.uniform import has_uniform_blocks, uniform_attention
 
 
-def local_attention_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    bias: torch.Tensor | None,
-    scale: float,
-    zero_kv_sink: bool,
-    sink_logits: torch.Tensor | None,
-    sink_values: torch.Tensor | None,
-    dropout: float,
-    state: AttentionState | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def local_attention_torch(inputs: AttentionInputs) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
-    dtype = _computed_in(q)
-    k, v = zero_beyond(k, lengths, dim=2).to(dtype), zero_beyond(v, lengths, dim=2).to(dtype)
-    problem = Problem(
-        q=q.to(dtype),
-        k=k,
-        v=v,
-        window=window,
-        chunk_size=chunk_size,
-        bias=bias,
-        scale=scale,
-        zero_kv_sink=zero_kv_sink,
-        sink_logits=sink_logits,
-        sink_values=sink_values,
-        dropout=dropout,
-        state=state,
-        seq_idx=seq_idx,
-        lengths=lengths,
-        softcap=softcap,
-    )
+    dtype, lengths = _computed_in(inputs.q), inputs.lengths
+    k, v = (zero_beyond(part, lengths, dim=2).to(dtype) for part in (inputs.k, inputs.v))
+    problem = inputs._replace(q=inputs.q.to(dtype), k=k, v=v)  # with zeros in padding
     attend = next(attend for suits, attend in STRATEGIES if suits(problem))
-    return attend(problem).to(q.dtype)
+    return attend(problem).to(inputs.q.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
-    """The arguments of `local_attention`, checked, in the dtype of the products, and with zeros in padding."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    window: tuple[Any, Any]
-    chunk_size: int | None
-    bias: torch.Tensor | None
-    scale: float
-    zero_kv_sink: bool
-    sink_logits: torch.Tensor | None
-    sink_values: torch.Tensor | None
-    dropout: float
-    state: AttentionState | None
-    seq_idx: torch.Tensor | None
-    lengths: torch.Tensor | None
-    softcap: float | None = None
-
-    @property
-    def length(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def is_new(self) -> bool:
-        """Every row is one document from its first token."""
-        return self.state is None and self.seq_idx is None
-
-    @property
-    def is_plain(self) -> bool:
-        """And all that differs between tokens is where they lie."""
-        return self.is_new and self.lengths is None and self.sink_logits is None and not self.zero_kv_sink
-
-    @property
-    def of_softmax(self) -> dict[str, Any]:
-        return {"scale": self.scale, "dropout": self.dropout, "softcap": self.softcap}
-
-    @property
-    def two_sided(self) -> bool:
-        return self.window[1] is None or self.window[1] > 0
-
-    def ranges(self) -> DistanceRange:
-        return distance_ranges(
-            self.length,
-            self.window,
-            self.chunk_size,
-            seen=None if self.state is None else self.state.seen,
-            seq_idx=self.seq_idx,
-            lengths=self.lengths,
-            device=self.q.device,
-        )
-
-    def sink(self, ranges: DistanceRange) -> Sink | None:
-        if self.zero_kv_sink:
-            return Sink(zero_key_logits(self.bias, ranges.rank, *self.window, self.q.new_empty(0)), None, True)
-        if self.sink_logits is None:
-            return None
-        return Sink(self.sink_logits.to(self.q.dtype), self.sink_values, False)
-
-    def bias_at(self, distance: torch.Tensor) -> torch.Tensor | None:
-        """(1, H, Q, K) of distances (Q, K)."""
-        return None if self.bias is None else bias_by_distance(self.bias, distance, self.two_sided).unsqueeze(0)
-
-
-def _is_of_any_length(problem: Problem) -> bool:
+def _is_of_any_length(problem: AttentionInputs) -> bool:
     """In an exported graph whose length is free: how many blocks a row has would be a part of the graph."""
     return is_exporting() and not isinstance(problem.length, int)
 
 
-def _suits_causal_chunks(problem: Problem) -> bool:
-    p = problem
-    by_chunk = is_causal_by_chunk(p.window, p.chunk_size, p.bias, p.dropout, p.state, p.seq_idx)
-    return p.sink_logits is None and p.softcap is None and by_chunk
-
-
-def _by_causal_chunks(problem: Problem) -> torch.Tensor:
+def _by_causal_chunks(problem: AttentionInputs) -> torch.Tensor:
+    """Causal attention within chunks: a batch of them."""
     assert problem.chunk_size is not None
-    return causal_chunks(problem.q, problem.k, problem.v, problem.chunk_size, problem.scale)
+    batch, heads, length, _ = problem.q.shape
+    size = max(min(problem.chunk_size, length), 1)
+    count = -(-length // size)
+    q, k, v = (
+        F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
+        for x in problem[:3]
+    )
+    grouped = bool(heads != k.shape[1])  # sizes of a trace may be symbolic
+    y = attention(q, k, v, is_causal=True, scale=problem.scale, enable_gqa=grouped)
+    return y.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _suits_uniform_blocks(problem: Problem) -> bool:
-    p, names = problem, ("window", "chunk_size", "zero_kv_sink", "state", "seq_idx")
-    if p.softcap is not None:
-        return False
-    return p.sink_logits is None and has_uniform_blocks(p.q, p.k, **{name: getattr(p, name) for name in names})
-
-
-def _by_uniform_blocks(problem: Problem) -> torch.Tensor:
-    p, (left, right) = problem, problem.window
-    names = ("chunk_size", "bias", "scale", "zero_kv_sink", "dropout")
-    return uniform_attention(p.q, p.k, p.v, left=left, right=right, **{name: getattr(p, name) for name in names})
-
-
-def _is_short(problem: Problem) -> bool:
+def _is_short(problem: AttentionInputs) -> bool:
     """A piece no longer than the window, or a window without a limit."""
     left, right = problem.window
     return left is None or right is None or problem.length <= max(left + right, 16)
 
 
-def _is_in_chunks(problem: Problem) -> bool:
+def _is_in_chunks(problem: AttentionInputs) -> bool:
     """The chunks themselves are the blocks."""
     return problem.chunk_size is not None and problem.is_new
 
 
-def _by_chunks(problem: Problem) -> torch.Tensor:
+def _by_chunks(problem: AttentionInputs) -> torch.Tensor:
     assert problem.chunk_size is not None
     return _blocks(problem, (0, 0), problem.chunk_size, inner=(0, problem.length // problem.chunk_size))
 
 
-def _by_windows(problem: Problem) -> torch.Tensor:
+def _by_windows(problem: AttentionInputs) -> torch.Tensor:
     left, right = problem.window
     span = max(left + right, 16)
     size = max(span // 2, 16) if problem.two_sided else span
@@ -183,39 +68,12 @@ def _by_windows(problem: Problem) -> torch.Tensor:
     return _blocks(problem, problem.window, size, inner=inner)
 
 
-def is_causal_by_chunk(
-    window: Limits,
-    chunk_size: int | None,
-    bias: torch.Tensor | None,
-    dropout: float,
-    state: AttentionState | None,
-    seq_idx: torch.Tensor | None,
-) -> bool:
-    """Whether these arguments of `local_attention` are those of `causal_chunks`."""
-    is_new = state is None and seq_idx is None
-    return is_new and chunk_size is not None and window == (chunk_size - 1, 0) and bias is None and not dropout
-
-
-def causal_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk_size: int, scale: float) -> torch.Tensor:
-    """Causal attention within chunks: a batch of them, of q (B, H, L, E), k (B, G, L, E), v (B, G, L, V)."""
-    batch, heads, length, _ = q.shape
-    size = max(min(chunk_size, length), 1)
-    count = -(-length // size)
-    q, k, v = (
-        F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
-        for x in (q, k, v)
-    )
-    grouped = bool(heads != k.shape[1])  # sizes of a trace may be symbolic
-    y = attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return y.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
-
-
 def _computed_in(q: torch.Tensor) -> torch.dtype:
     """The dtype of the products: on a CPU, where narrow ones are slow and less exact, at least float32."""
     return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
-def _dense(problem: Problem) -> torch.Tensor:
+def _dense(problem: AttentionInputs) -> torch.Tensor:
     """All keys for each query."""
     q, k, v, state, ranges, held = problem.q, problem.k, problem.v, problem.state, problem.ranges(), 0
     if state is not None:
@@ -228,10 +86,12 @@ def _dense(problem: Problem) -> torch.Tensor:
     sink = problem.sink(ranges)
     sink = None if sink is None else sink._replace(logits=sink.logits.unsqueeze(-1))
     logits = problem.bias_at(distance)
-    return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, **problem.of_softmax)
+    return _attend(problem, q, k, v, allowed.unsqueeze(1), logits, sink)
 
 
-def _blocks(problem: Problem, around: tuple[int, int], size: int, *, inner: tuple[int, int] | None) -> torch.Tensor:
+def _blocks(
+    problem: AttentionInputs, around: tuple[int, int], size: int, *, inner: tuple[int, int] | None
+) -> torch.Tensor:
     """Blocks of `size` queries, each against its own keys, `around[0]` before them and `around[1]` after them.
 
     `inner`, a range of blocks or None: where every token of plain rows sees its whole window, so that all blocks share
@@ -271,7 +131,7 @@ def _blocks(problem: Problem, around: tuple[int, int], size: int, *, inner: tupl
             allowed = ((distance >= low) & (distance <= high)).expand(batch, -1, -1, -1).reshape(-1, 1, size, width)
         own_sink = None if sinks is None or sink is None else sink._replace(logits=sinks.flatten(0, 1))
         inputs = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        y = _attend(*inputs, allowed, logits, own_sink, **problem.of_softmax)
+        y = _attend(problem, *inputs, allowed, logits, own_sink)
         outputs.append(y.unflatten(0, (batch, pieces[index])))
     y = torch.cat(outputs, 1)
     return y.transpose(1, 2).reshape(batch, heads, count * size, y.shape[-1])[:, :, :length]
@@ -292,22 +152,19 @@ def _key_blocks(old: torch.Tensor | None, new: torch.Tensor, size: int, around: 
 
 
 def _attend(
+    problem: AttentionInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     allowed: torch.Tensor,
     logits: torch.Tensor | None,
     sink: Sink | None,
-    *,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
 ) -> torch.Tensor:
     """softmax(q k^T scale + logits) v over the allowed keys, and 0 where there is none.
 
     `allowed` (R or 1, 1, Q, K) bool, `logits` (1, H, Q, K) or None, `sink` with logits (R or 1, H or 1, Q, 1) or None.
     """
-    mask, empty = allowed, None
+    mask, empty, scale, dropout = allowed, None, problem.scale, problem.dropout
     if sink is None or not sink.is_everywhere:
         empty = ~allowed.any(-1, keepdim=True)
         empty = empty if sink is None else empty & sink.logits.isneginf()
@@ -319,8 +176,8 @@ def _attend(
         shape = (*torch.broadcast_shapes(mask.shape[:3], sink.logits.shape[:3]), 1)
         mask = torch.cat([mask.expand(*shape[:3], -1), sink.logits.to(q.dtype).expand(shape)], -1)
         k, v = append_sink(k, v, sink.values, q.shape[1])
-    if softcap is not None:
-        y = _capped(q, k, v, mask, scale=scale, dropout=dropout, softcap=softcap)
+    if problem.softcap is not None:
+        y = _capped(q, k, v, mask, problem)
         return y if empty is None else torch.where(empty, 0.0, y)
     if empty is not None and can_use_cpu_flash_with_bias(q, k, v, logits if sink is None else mask, dropout):
         return torch.where(empty, 0.0, biased_attention(q, k, v, mask, scale))
@@ -331,27 +188,23 @@ def _attend(
 
 
 def _capped(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scale: float,
-    dropout: float,
-    softcap: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, problem: AttentionInputs
 ) -> torch.Tensor:
     """softmax(c tanh(q k^T scale / c) + mask) v by its equation: torch's kernels have none for it."""
-    by_group = q.unflatten(1, (k.shape[1], -1))  # (R, G, H / G, Q, E)
-    logits = (torch.matmul(by_group, k.unsqueeze(2).mT) * (scale / softcap)).tanh().flatten(1, 2) * softcap
+    assert problem.softcap is not None
+    cap, by_group = problem.softcap, q.unflatten(1, (k.shape[1], -1))  # (R, G, H / G, Q, E)
+    logits = (torch.matmul(by_group, k.unsqueeze(2).mT) * (problem.scale / cap)).tanh().flatten(1, 2) * cap
     logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
     weights = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
-    return torch.matmul(F.dropout(weights, dropout).unflatten(1, by_group.shape[1:3]), v.unsqueeze(2)).flatten(1, 2)
+    return torch.matmul(F.dropout(weights, problem.dropout).unflatten(1, by_group.shape[1:3]), v.unsqueeze(2)).flatten(
+        1, 2
+    )
 
 
-STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Tensor]], ...] = (
+STRATEGIES: tuple[tuple[Callable[[AttentionInputs], bool], Callable[[AttentionInputs], torch.Tensor]], ...] = (
     (_is_of_any_length, _dense),
-    (_suits_causal_chunks, _by_causal_chunks),
-    (_suits_uniform_blocks, _by_uniform_blocks),
+    (lambda problem: problem.is_causal_by_chunk, _by_causal_chunks),
+    (has_uniform_blocks, uniform_attention),
     (_is_short, _dense),
     (_is_in_chunks, _by_chunks),
     (lambda problem: True, _by_windows),
@@ -359,26 +212,10 @@ STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Ten
 """The first that suits a problem attends."""
 
 
-def attention_step_torch(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    *,
-    window: tuple[int | None, int],
-    chunk_size: int | None,
-    block: bool,
-    bias: torch.Tensor | None,
-    scale: float,
-    head_scale: torch.Tensor | None,
-    zero_kv_sink: bool,
-    sink_logits: torch.Tensor | None,
-    sink_values: torch.Tensor | None,
-    shift: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
+    q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window, *_ = inputs
+    shift, right = inputs.shift, window[1]
     dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
     output_dtype, q = q.dtype, q.to(dtype)
     if head_scale is not None:
@@ -386,23 +223,22 @@ def attention_step_torch(
         q, k = (_normalised(q) * factor.view(-1, 1, 1)).to(dtype), None if k is None else _normalised(k)
         bias = None if bias is None else bias * factor.unsqueeze(1)
     sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
-    options: dict[str, Any] = {"scale": scale, "sink": sink}
+    options: dict[str, Any] = {"scale": inputs.scale, "sink": sink}
     if k is None or v is None or seen is None:
         y = _attend_slots(q, keys, values, None, None, **options)
-    elif block:
+    elif inputs.block:
         slot = torch.remainder(seen, keys.shape[2]).unsqueeze(1)
         for old, new in ((keys, k), (values, v)):
             index = slot.view(-1, 1, 1, 1).expand(-1, old.shape[1], 1, old.shape[3])
             old.scatter_(2, index, new.to(old.dtype))
-        mask = torch.arange(-window[1], keys.shape[2] - window[1], device=q.device) <= slot
-        y = _attend_slots(q, keys, values, mask, slot < -window[1] if window[1] else None, **options)
+        mask = torch.arange(-right, keys.shape[2] - right, device=q.device) <= slot
+        y = _attend_slots(q, keys, values, mask, slot < -right if right else None, **options)
         over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
         keys.masked_fill_(over, 0.0)
         values.masked_fill_(over, 0.0)
     else:
         all_keys, all_values = _joined(keys, k, shift), _joined(values, v, shift)
-        options |= {"seen": seen.unsqueeze(1), "window": window, "chunk_size": chunk_size}
-        y = _attend_window(q, all_keys, all_values, bias, zero_kv_sink, **options)
+        y = _attend_window(inputs, q, all_keys, all_values, bias, seen.unsqueeze(1), **options)
         if shift:
             keys.copy_(all_keys[:, :, 1:])
             values.copy_(all_values[:, :, 1:])
@@ -410,19 +246,16 @@ def attention_step_torch(
 
 
 def _attend_window(
+    inputs: StepInputs,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
-    zero_kv_sink: bool,
-    *,
     seen: torch.Tensor,
-    window: tuple[int | None, int],
-    chunk_size: int | None,
     **options: Any,
 ) -> torch.Tensor:
     """Of the slots, whose last is the token's own, those at the distances of the window are taken as a view."""
-    left, right = window
+    (left, right), chunk_size = inputs.window, inputs.chunk_size
     farthest = keys.shape[2] - 1 if left is None else min(left, keys.shape[2] - 1)
     begin, end = keys.shape[2] - 1 - farthest, keys.shape[2] + right
     keys, values = keys[:, :, begin:end], values[:, :, begin:end]
@@ -430,7 +263,7 @@ def _attend_window(
     reach = seen if chunk_size is None else seen % chunk_size
     mask: torch.Tensor | None = distance <= reach
     empty = reach < -right if right else None
-    if zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
+    if inputs.zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
         assert left is not None  # zeros fill a window
         more = left - farthest  # distances for which there is no slot: within the document, they hold nothing
         if more > 0:

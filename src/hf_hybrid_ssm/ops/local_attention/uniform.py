@@ -12,42 +12,25 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits
+from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
 
 
-def has_uniform_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    window: Limits,
-    chunk_size: int | None,
-    zero_kv_sink: bool,
-    state: AttentionState | None,
-    seq_idx: torch.Tensor | None,
-) -> bool:
-    """Whether `uniform_attention` can run these arguments of `local_attention`, and wastes little on a short row."""
-    (left, right), length = window, q.shape[2]
-    if state is not None or seq_idx is not None or left is None or right is None or right > 0 or length == 0:
+def has_uniform_blocks(inputs: AttentionInputs) -> bool:
+    """Whether `uniform_attention` can run these, and wastes little on a short row."""
+    (left, right), length, chunk_size = inputs.window, inputs.length, inputs.chunk_size
+    if inputs.softcap is not None or inputs.sink_logits is not None:
+        return False
+    if not inputs.is_new or left is None or right is None or right > 0 or length == 0:
         return False
     if chunk_size is not None:
         return right == 0 and left == chunk_size - 1
-    return left <= 2 * length if zero_kv_sink else right == 0
+    return left <= 2 * length if inputs.zero_kv_sink else right == 0
 
 
-def uniform_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    left: int,
-    right: int,
-    chunk_size: int | None,
-    bias: torch.Tensor | None,
-    scale: float,
-    zero_kv_sink: bool,
-    dropout: float,
-) -> torch.Tensor:
-    """`local_attention` of q (B, H, L, E), k (B, G, L, E), v (B, G, L, V), where `has_uniform_blocks`."""
+def uniform_attention(inputs: AttentionInputs) -> torch.Tensor:
+    """`local_attention`, where `has_uniform_blocks`."""
+    q, k, v, (left, right), scale, bias, *_ = inputs
+    chunk_size, zero_kv_sink, dropout = inputs.chunk_size, inputs.zero_kv_sink, inputs.dropout
     length = q.shape[2]
     if chunk_size is None and not zero_kv_sink:
         left = min(left, length - 1)

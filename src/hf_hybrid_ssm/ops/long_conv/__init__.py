@@ -8,15 +8,14 @@ from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import last_inputs, zero_beyond
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
-from hf_hybrid_ssm.ops.long_conv.reference import aligned_self_check_inputs, long_conv_reference, self_check_inputs
+from hf_hybrid_ssm.ops.long_conv.reference import EXAMPLES, ConvInputs, long_conv_reference
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 
 _OP = Op(
     "long_conv",
     builtin={"torch": long_conv_torch, "reference": long_conv_reference},
     kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
-    self_check_inputs=self_check_inputs,
-    further_inputs=(aligned_self_check_inputs,),
+    examples=EXAMPLES,
 )
 
 
@@ -73,9 +72,9 @@ def long_conv(
         x = zero_beyond(u, lengths)
         history = filters.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
         if wanted.is_all or future is not None:
-            y = wanted.take(run(x, filters, future, skip, history, seq_idx))
+            y = wanted.take(run(ConvInputs(x, filters, future, skip, history, seq_idx))[0])
         else:
-            y = sampled(x.to(dtype), filters, skip, history, seq_idx, wanted)
+            y = sampled(ConvInputs(x.to(dtype), filters, None, skip, history, seq_idx), wanted)
         final = (
             last_inputs(x.to(dtype), past + 1, initial_state, seq_idx, lengths) if rows.return_final_state else None
         )

@@ -13,6 +13,7 @@ from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
+from hf_hybrid_ssm.ops.long_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.long_conv.thresholds import DIRECT
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
@@ -20,22 +21,13 @@ LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by 
 PADDING = 3  # times the tokens, up to which FFTs of padded documents cost less than halves
 
 
-def long_conv_torch(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    history: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-) -> torch.Tensor:
-    """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L).
-
-    Computed in the kernels' dtype, which skip and history have too.
-    """
+def long_conv_torch(inputs: ConvInputs) -> tuple[torch.Tensor]:
+    """See `hf_hybrid_ssm.ops.long_conv.long_conv`; y (B, L, F, D) in the kernels' dtype."""
+    u, kernel, future_kernel, skip, history, seq_idx = inputs
     u = u.to(kernel.dtype)
     (batch, length, channels), past = u.shape, history.shape[1]
     if length == 0 or batch == 0:
-        return u.new_zeros(batch, length, kernel.shape[0], channels)
+        return (u.new_zeros(batch, length, kernel.shape[0], channels),)
     x = torch.cat([history, u], dim=1) if past else u
     documents = None
     if seq_idx is not None:
@@ -47,7 +39,7 @@ def long_conv_torch(
     else:
         y = _packed(x, kernel, future_kernel, documents)
     y = y[:, past:]
-    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+    return (y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2)),)
 
 
 def _packed(
@@ -62,17 +54,10 @@ def _packed(
     return block_conv(x.transpose(1, 2), kernel, future_kernel, documents).permute(0, 3, 1, 2)
 
 
-def sampled(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    skip: torch.Tensor | None,
-    history: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-    at: OutputPositions,
-) -> torch.Tensor:
+def sampled(inputs: ConvInputs, at: OutputPositions) -> torch.Tensor:
     """y (B, J, F, D) at these tokens: a few outputs cost less than all."""
-    batch, length, channels = u.shape
-    taps = kernel.shape[-1]
+    u, kernel, _, skip, history, seq_idx = inputs
+    (batch, length, channels), taps = u.shape, kernel.shape[-1]
     wanted = at.positions
     if wanted is None:
         wanted = at.take(torch.arange(length, device=u.device).unsqueeze(0)).expand(batch, -1)
@@ -98,14 +83,14 @@ def _direct(
     time = x.shape[-1]
     x = x.unsqueeze(1)
     y = kernel[..., :1] * x
-    ahead = 0 if future_kernel is None else future_kernel.shape[-1]
-    for taps, count, is_past in ((kernel[..., 1:], kernel.shape[-1] - 1, True), (future_kernel, ahead, False)):
-        for lag in range(1, min(count + 1, time)):
+    for taps, is_past in ((kernel[..., 1:], True), (future_kernel, False)):
+        for lag in range(1, 1 if taps is None else min(taps.shape[-1] + 1, time)):
+            assert taps is not None
             source = x[..., : time - lag] if is_past else x[..., lag:]
             if documents is not None:
                 same = (documents[:, lag:] == documents[:, : time - lag])[:, None, None]
                 source = torch.where(same, source, 0.0)
-            y = y + F.pad(taps[..., lag - 1 : lag] * source, (lag, 0) if is_past else (0, lag))  # type: ignore[index]
+            y = y + F.pad(taps[..., lag - 1 : lag] * source, (lag, 0) if is_past else (0, lag))
     return y
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, kernel, supports
+from hf_hybrid_ssm.ops.long_conv.reference import ConvInputs
 from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 
@@ -24,27 +25,21 @@ __all__ = ["long_conv_triton", "supports"]
 TILE = {"N": 64, "M": 64, "num_warps": 4, "PRECISION": "tf32x3"}
 
 
-def long_conv_triton(
-    u: Tensor,
-    kernel: Tensor,
-    future_kernel: Tensor | None,
-    skip: Tensor | None,
-    history: Tensor,
-    seq_idx: Tensor | None,
-) -> Tensor:
+def long_conv_triton(inputs: ConvInputs) -> tuple[Tensor]:
     """As `long_conv_torch`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
+    u, kernel, future_kernel, skip, history, seq_idx = inputs
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
     is_coarse = u.dtype == torch.bfloat16
     has_products = prefers_toeplitz(past + length, kernel.shape[-1], future, is_coarse=is_coarse)
     if seq_idx is not None or not has_products or u.dtype == torch.float64:
-        return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx)
+        return long_conv_torch(inputs)
     x = torch.cat([history.to(u.dtype), u], dim=1).transpose(1, 2).float().contiguous()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
     # output t of the row is input past + t: lags count from the history's first token
     y = toeplitz(x, taps.flatten(0, 1).contiguous().float(), -future - past, length, is_coarse)
     y = y.unflatten(1, taps.shape[:2]).permute(0, 3, 1, 2)
-    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2).to(y.dtype))
+    return (y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2).to(y.dtype)),)
 
 
 @kernel

@@ -2,19 +2,17 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_overwritten, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.padding import extend_last_document
-from hf_hybrid_ssm.ops.core.pages import PagedState, check_pages, on_pages
+from hf_hybrid_ssm.ops.core.pages import PagedState, held_state, run_step
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
-    aligned_self_check_inputs,
-    aligned_step_self_check_inputs,
+    EXAMPLES,
+    STEP_EXAMPLES,
+    ScanInputs,
     longhorn_scan_reference,
     longhorn_step_reference,
-    self_check_inputs,
-    self_check_inputs_of_many_states,
-    step_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch, longhorn_step_torch
 
@@ -22,8 +20,7 @@ _OP = Op(
     "longhorn_scan",
     builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
     kernels={"native": "hf_hybrid_ssm.ops.longhorn_scan.native", "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton"},
-    self_check_inputs=self_check_inputs,
-    further_inputs=(aligned_self_check_inputs, self_check_inputs_of_many_states),
+    examples=EXAMPLES,
     opaque=("torch",),
 )
 _STEP = Op(
@@ -33,8 +30,7 @@ _STEP = Op(
         "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton_step",
     },
-    self_check_inputs=step_self_check_inputs,
-    further_inputs=(aligned_step_self_check_inputs,),
+    examples=STEP_EXAMPLES,
     differentiable=False,
 )
 
@@ -84,70 +80,11 @@ def longhorn_scan(
     check_tensor("x", x, (None, None, None), "B, L, D")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    _check(x, beta_logit, k, q, beta_bias, D, z)
     batch, length, channels = x.shape
-    shape = (channels, k.shape[-1])
-    if isinstance(initial_state, PagedState):
-        check_tensor("initial_state.memory", initial_state.memory, (None, *shape), "P, D, N", beside=x)
-    else:
-        check_tensor("initial_state", initial_state, (batch, *shape), "B, D, N", beside=x, optional=True)
-    options = {"beta_bias": beta_bias, "D": D, "z": z}
-    if is_one_token(rows, length, initial_state):
-        y, after = _one_token((x, beta_logit, k, q), initial_state, options, rows, backend)  # type: ignore[arg-type]
-        return y, after if rows.return_final_state else None
-    if isinstance(initial_state, PagedState):
-        raise ValueError("initial_state is a PagedState: only a step goes on from one, with rows.is_step=True.")
-    seq_idx, lengths = checked_rows(rows, batch, length)
-    if length == 0:
-        state = x.new_zeros(batch, channels, k.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
-        state = state if initial_state is None else initial_state.to(state.dtype)
-        return torch.zeros_like(x), state if rows.return_final_state else None
-    if seq_idx is not None and lengths is not None:
-        seq_idx = extend_last_document(seq_idx, lengths)
-    run = _OP.select(x.device.type, x.dtype, backend)
-    options["initial_state"] = initial_state
-    y, final_state = run(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
-    return y, final_state if rows.return_final_state else None
-
-
-def _one_token(
-    inputs: tuple[torch.Tensor, ...],
-    state: torch.Tensor | PagedState,
-    options: dict[str, torch.Tensor | None],
-    rows: Rows,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | PagedState]:
-    """y of one token (B, 1, D) and the state after it."""
-    x = inputs[0]
-    run = _STEP.select(x.device.type, x.dtype, backend)
-    if isinstance(state, PagedState):
-        check_pages(state.pages, x.shape[0], state.memory)
-
-        def step(memory: torch.Tensor, **pages: torch.Tensor) -> torch.Tensor:
-            return run(*inputs, memory, **options, **pages)[0]
-
-        return on_pages(run, step, state.memory, state.pages), state
-    if rows.overwrites_states:
-        check_overwritten("initial_state", state, dense="contiguous")
-    else:
-        state = state.clone(memory_format=torch.contiguous_format)
-    return run(*inputs, state, **options)
-
-
-def _check(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    beta_bias: torch.Tensor | None,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-) -> None:
-    batch, length, channels = x.shape
-    heads: list[int] = []
+    heads: tuple[int, ...] = ()
     of_states = "B, L, N"
     if isinstance(k, torch.Tensor) and k.dim() == 4:
-        of_states, heads = "B, L, H, N", [k.shape[2]]
+        heads, of_states = (k.shape[2],), "B, L, H, N"
         if not heads[0] or channels % heads[0]:
             raise ValueError(f"k has {heads[0]} heads, which must divide the {channels} channels of x.")
     check_tensor("k", k, (batch, length, *heads, None), of_states, like=x)
@@ -156,6 +93,23 @@ def _check(
     check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
     check_tensor("beta_bias", beta_bias, (channels,), "D", beside=x, optional=True)
     check_tensor("D", D, (channels,), "D", beside=x, optional=True)
+    state, pages = held_state(initial_state, x, (channels, k.shape[-1]), "D, N")
+    if is_one_token(rows, length, initial_state):
+        inputs = ScanInputs(x, beta_logit, k, q, z, beta_bias, D, state, None, None, pages)
+        y, after = run_step(_STEP.select(x.device.type, x.dtype, backend), inputs, rows.overwrites_states)
+        return y, (after if pages is None else initial_state) if rows.return_final_state else None
+    if pages is not None:
+        raise ValueError("initial_state is a PagedState: only a step goes on from one, with rows.is_step=True.")
+    seq_idx, lengths = checked_rows(rows, batch, length)
+    if length == 0:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        state = x.new_zeros(batch, channels, k.shape[-1], dtype=dtype) if state is None else state.to(dtype)
+        return torch.zeros_like(x), state if rows.return_final_state else None
+    if seq_idx is not None and lengths is not None:
+        seq_idx = extend_last_document(seq_idx, lengths)
+    run = _OP.select(x.device.type, x.dtype, backend)
+    y, final_state = run(ScanInputs(x, beta_logit, k, q, z, beta_bias, D, state, seq_idx, lengths))
+    return y, final_state if rows.return_final_state else None
 
 
 __all__ = ["longhorn_scan"]

@@ -1,25 +1,24 @@
 """The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.c_function import CFunction
-from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, filled, is_plain_call, step_op
 from hf_hybrid_ssm.ops.core.native_library import (
+    CFunction,
     contiguous,
-    is_plain_call,
     library_beside,
     prepared,
-    step_op,
     supports,
     with_dense_rows,
 )
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
-from hf_hybrid_ssm.ops.core.pages import REFUSES, on_rows
-from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
-from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
+from hf_hybrid_ssm.ops.core.pages import REFUSES, gathers_pages
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
+from hf_hybrid_ssm.ops.longhorn_scan.reference import ScanInputs, needs_gradient, scan_flops
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
@@ -54,46 +53,23 @@ STEP = CFunction(
 
 
 @over_heads
-def longhorn_scan_native(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    *,
-    beta_bias: Tensor | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def longhorn_scan_native(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; always returns the final state."""
-    sequences = (zero_beyond(part, lengths) for part in (x, beta_logit, k))
-    inputs = [prepared(tensor) for tensor in (*sequences, q, z, beta_bias, D, initial_state)]
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    forward: Callable = _forward if not keeps and is_plain_call(x) else _scan
-    y, final_state, _ = forward(*inputs, contiguous(seq_idx, torch.int64), keeps)
+    x, lengths = inputs.x, inputs.lengths
+    sequences = (zero_beyond(part, lengths) for part in inputs[:3])
+    floats: list[Any] = [prepared(tensor) for tensor in (*sequences, *inputs[3:8])]
+    dense = ScanInputs(*floats)._replace(seq_idx=contiguous(inputs.seq_idx, torch.int64))
+    keeps = needs_gradient(dense)
+    forward: Callable = _forward if not keeps and is_plain_call(x) else lambda given: _scan(*given)
+    y, final_state, _ = forward(dense._replace(keeps=keeps))
     return y.to(x.dtype), final_state
 
 
-def _forward(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    keep_checkpoints: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """y (B, L, D), final state (B, D, N), checkpoints; all inputs contiguous float32, seq_idx int64."""
-    y, final = torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
-    checkpoints = x.new_empty(_checkpoint_floats(x, k, keep_checkpoints))
-    tensors = (x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, y, final, checkpoints)
-    FORWARD(tensors, keep_checkpoints)
-    return y, final, checkpoints
+    outputs = _fake(inputs)
+    FORWARD((*inputs[:9], *outputs), inputs.keeps)
+    return outputs
 
 
 def _checkpoint_floats(x: Tensor, k: Tensor, keep_checkpoints: bool) -> int:
@@ -103,40 +79,32 @@ def _checkpoint_floats(x: Tensor, k: Tensor, keep_checkpoints: bool) -> int:
     return (states if keep_checkpoints else 0) + batch * length
 
 
-def _fake(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    keep_checkpoints: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, k = inputs.x, inputs.k
     final = x.new_empty(x.shape[0], x.shape[2], k.shape[2])
-    return torch.empty_like(x), final, x.new_empty(_checkpoint_floats(x, k, keep_checkpoints))
+    return torch.empty_like(x), final, x.new_empty(_checkpoint_floats(x, k, inputs.keeps))
 
 
-def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _backward(
+    inputs: ScanInputs, gradients: Sequence, needed: Sequence[bool], checkpoints: Tensor
+) -> tuple[Tensor | None, ...]:
     """Of x, beta_logit, k, q, z, beta_bias, skip and the initial state."""
-    *arrays, _, seq_idx, _, checkpoints = inputs
-    x, _, k, _, z, _, _ = arrays
-    dy, dfinal, _ = gradients
+    x, k, z = inputs.x, inputs.k, inputs.z
+    dy, dfinal = filled(gradients[:2], lambda: _fake(inputs))
     (batch, length, channels), states = x.shape, k.shape[-1]
     groups = -(-channels // GROUP)
     dx, dlogit, dz = torch.empty_like(x), torch.empty_like(x), None if z is None else torch.empty_like(x)
     dk, dq = x.new_empty(groups, batch, length, states), x.new_empty(groups, batch, length, states)
     dbias, dskip = x.new_empty(batch, channels), x.new_empty(batch, channels)
     dinitial = x.new_empty(batch, channels, states)
-    inputs_of_c = (*arrays, seq_idx, checkpoints, dy.contiguous(), dfinal.contiguous())
-    BACKWARD((*inputs_of_c, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial))
+    results = (dx, dlogit, dk, dq, dz, dbias, dskip, dinitial)
+    BACKWARD((*inputs[:7], inputs.seq_idx, checkpoints, dy, dfinal, *results))
     return dx, dlogit, dk.sum(0), dq.sum(0), dz, dbias.sum(0), dskip.sum(0), dinitial
 
 
 _scan = differentiable_op(
     "hf_hybrid_ssm::longhorn_scan_native",
+    ScanInputs,
     _forward,
     _backward,
     _fake,
@@ -146,47 +114,33 @@ _scan = differentiable_op(
 )
 
 
-@step_over_heads
-def longhorn_step_native(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    state: Tensor,
-    *,
-    beta_bias: Tensor | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@over_heads
+def longhorn_step_native(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
-    options = {"beta_bias": beta_bias, "D": D, "z": z}
+    state, pages = inputs.state, inputs.pages
+    assert state is not None
     if pages is not None and state.dtype != torch.float32:
-        return on_rows(lambda rows: longhorn_step_native(x, beta_logit, k, q, rows, **options)[0], state, pages), state
+        return gathers_pages(longhorn_step_native)(inputs)
     wide = state if state.dtype == torch.float32 else state.float()
-    y = _step(*with_dense_rows(x, beta_logit, k, q, z), prepared(beta_bias), prepared(D), wide, pages)
+    x, beta_logit, k, q, z = with_dense_rows(*inputs[:5])
+    bias, skip = prepared(inputs.beta_bias), prepared(inputs.D)
+    y = _step(ScanInputs(x, beta_logit, k, q, z, bias, skip, wide, None, None, pages))
     if wide is not state:
         state.copy_(wide)
-    return y.to(x.dtype), state
+    return y.to(inputs.x.dtype), state
 
 
-def _compute_step(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    pages: Tensor | None,
-) -> Tensor:
+def _compute_step(inputs: ScanInputs) -> Tensor:
     """y (B, 1, D); float32, of the first five and of the state the rows may lie apart."""
-    y = torch.empty(x.shape, dtype=x.dtype)
-    STEP((x, beta_logit, k, q, z, beta_bias, skip, state, pages, y))
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype)
+    STEP((*inputs[:8], inputs.pages, y))
     return y
 
 
 _step = step_op(
-    "hf_hybrid_ssm::longhorn_step_native", _compute_step, lambda x, *_: x.new_empty(x.shape), changes=("state",)
+    "hf_hybrid_ssm::longhorn_step_native",
+    _compute_step,
+    lambda inputs: inputs.x.new_empty(inputs.x.shape),
+    changes=("state",),
+    inputs=ScanInputs,
 )

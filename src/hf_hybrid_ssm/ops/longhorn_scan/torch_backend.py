@@ -8,43 +8,28 @@ linear in the length and no (B, L, D, N) tensor outlives a slice. Both direction
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, filled
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
-from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
-from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
+from hf_hybrid_ssm.ops.core.pages import gathers_pages
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
+from hf_hybrid_ssm.ops.longhorn_scan.reference import ScanInputs, scan_flops
 
 SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 
 
 @over_heads
-def longhorn_scan_torch(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    *,
-    beta_bias: torch.Tensor | None = None,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def longhorn_scan_torch(inputs: ScanInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`."""
+    x, beta_logit, k, q, z, beta_bias, D, state, seq_idx, lengths, *_ = inputs
     dtype = torch.promote_types(x.dtype, torch.float32)
     values, logits, keys = (zero_beyond(part, lengths).to(dtype) for part in (x, beta_logit, k))
-    queries = q.to(dtype)
     logits = logits if beta_bias is None else logits + beta_bias
-    state = None if initial_state is None else initial_state.to(dtype)
-    if x.shape[1] == 1:
-        y, final_state = _one_token(values, logits, keys, queries, state)
-    else:
-        y, final_state = scan(values, logits, keys, queries, state, seq_idx)
+    wide = ScanInputs(values, logits, keys, q.to(dtype), state=None if state is None else state.to(dtype))
+    y, final_state = _one_token(wide) if x.shape[1] == 1 else scan(*wide._replace(seq_idx=seq_idx))
     if D is not None:
         y = y + D * values
     if z is not None:
@@ -60,10 +45,10 @@ def _keep_mask(seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
     return torch.cat([torch.ones_like(same[:, :1]), same], 1).to(dtype)
 
 
-def _one_token(
-    x: torch.Tensor, beta_logit: torch.Tensor, k: torch.Tensor, q: torch.Tensor, state: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_token(inputs: ScanInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """All tensors (B, 1, ...)."""
+    x, beta_logit, k, q, *_ = inputs
+    state = inputs.state
     delta = compute_delta(beta_logit, k).transpose(1, 2)  # (B, D, 1)
     write = delta * k  # (B, D, N)
     value = x.transpose(1, 2)
@@ -140,16 +125,10 @@ def _slices(x: torch.Tensor, k: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + width, channels)) for start in range(0, channels, width)]
 
 
-def _forward(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(inputs: ScanInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, D) without skip and gate, and the final state (B, D, N); all inputs of one dtype, L ≥ 1."""
-    y, final = _fake(x, beta_logit, k)
+    x, beta_logit, k, q, *_ = inputs
+    (y, final), initial_state, seq_idx = _fake(inputs), inputs.state, inputs.seq_idx
     delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
     for channels in _slices(x, k):
         part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
@@ -162,14 +141,16 @@ def _forward(
     return y, final
 
 
-def _fake(x: torch.Tensor, beta_logit: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+def _fake(inputs: ScanInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    x = inputs.x
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], inputs.k.shape[2])
 
 
-def _backward(inputs: Sequence, gradients: Sequence[torch.Tensor], needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+def _backward(inputs: ScanInputs, gradients: Sequence, needed: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
     """Of x, beta_logit, k, q and the initial state."""
-    x, beta_logit, k, q, initial_state, seq_idx = inputs
-    dy, dfinal = gradients
+    x, beta_logit, k, q, *_ = inputs
+    initial_state, seq_idx = inputs.state, inputs.seq_idx
+    dy, dfinal = filled(gradients, lambda: _fake(inputs))
     dx, ddelta, dinitial = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(dfinal.shape)
     dk, dq = x.new_zeros(k.shape), x.new_zeros(k.shape)
     delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
@@ -185,7 +166,7 @@ def _backward(inputs: Sequence, gradients: Sequence[torch.Tensor], needed: Seque
     beta = torch.sigmoid(beta_logit)
     dlogit = ddelta * delta * torch.sigmoid(-beta_logit) / (1 + beta * (k * k).sum(-1, keepdim=True))
     dk -= 2 * k * (delta * delta * ddelta).sum(-1, keepdim=True)
-    return dx, dlogit.contiguous(), dk, dq, dinitial
+    return dx, dlogit.contiguous(), dk, dq, None, None, None, dinitial
 
 
 def _slice_backward(
@@ -230,22 +211,17 @@ def _slice_backward(
     return value, delta, key, query, grad_state
 
 
-scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backward, _fake, flops=scan_flops)
+scan = differentiable_op(
+    "hf_hybrid_ssm::longhorn_scan_torch", ScanInputs, _forward, _backward, _fake, flops=scan_flops
+)
 
 
-@step_over_heads
-def longhorn_step_torch(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    beta_bias: torch.Tensor | None = None,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@over_heads
+@gathers_pages
+def longhorn_step_torch(inputs: ScanInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """One token x (B, 1, D) after `state` (B, D, N), which is overwritten."""
+    x, beta_logit, k, q, z, beta_bias, D, state, *_ = inputs
+    assert state is not None
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     value, key = x.to(dtype), k.to(dtype)
     beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)

@@ -1,13 +1,14 @@
 """The Longhorn scan on CUDA: launches of the Triton kernels, registered as torch.library ops with autograd."""
 
-from typing import Any, List  # noqa: UP035
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
-from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
 from hf_hybrid_ssm.ops.core.triton_helpers import (
     contiguous,
     dense_rows,
@@ -23,6 +24,7 @@ from hf_hybrid_ssm.ops.longhorn_scan import triton_chunk_summary_kernels as chun
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
+from hf_hybrid_ssm.ops.longhorn_scan.reference import ScanInputs, needs_gradient
 
 __all__ = ["longhorn_scan_triton", "supports"]
 
@@ -32,43 +34,22 @@ SUMMED_TOKENS = (32, 16, 8)  # of one that adds it up, which keeps several parts
 
 
 @over_heads
-def longhorn_scan_triton(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    *,
-    beta_bias: Tensor | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def longhorn_scan_triton(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; always returns the final state."""
-    if lengths is not None:  # a token with k = 0 leaves the state as it is
-        x, beta_logit, k, q = (zero_beyond(t, lengths) for t in (x, beta_logit, k, q))
-        z = None if z is None else zero_beyond(z, lengths)
-    differentiable = (x, beta_logit, k, q, beta_bias, D, z, initial_state)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    o, final_state, _ = scan(*differentiable, seq_idx, save)
+    if inputs.lengths is not None:  # a token with k = 0 leaves the state as it is
+        x, beta_logit, k, q = (zero_beyond(t, inputs.lengths) for t in inputs[:4])
+        z = None if inputs.z is None else zero_beyond(inputs.z, inputs.lengths)
+        inputs = ScanInputs(x, beta_logit, k, q, z, *inputs[5:9])
+    o, final_state, _ = scan(*inputs._replace(keeps=needs_gradient(inputs)))
     return o, final_state
 
 
 class _Launch:
     """What the launches of one direction share: sizes, grids, and the tensors that all channels read."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        k: Tensor,
-        q: Tensor,
-        seq_idx: Tensor | None,
-        sizes: tuple[dict, dict | None],
-        *,
-        backward: bool,
-    ):
-        (self.batch, self.length, self.channels), self.num_states = x.shape, k.shape[-1]
+    def __init__(self, inputs: ScanInputs, sizes: tuple[dict, dict | None], *, backward: bool):
+        x = inputs.x
+        (self.batch, self.length, self.channels), self.num_states = x.shape, inputs.k.shape[-1]
         self.sizes, self.chunks = sizes
         self.block = self.sizes["BLOCK"]
         self.blocks = triton.cdiv(self.length, self.block)
@@ -77,7 +58,7 @@ class _Launch:
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device), backward)
         self.grid = (self.tiles * self.splits * self.batch,)
         self.exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-        self._prepare(k, q, seq_idx)
+        self._prepare(inputs.k, inputs.q, inputs.seq_idx)
 
     def _prepare(self, k: Tensor, q: Tensor, seq_idx: Tensor | None) -> None:
         self.padded = self.blocks * self.block
@@ -158,41 +139,37 @@ def _device_name(x: Tensor) -> str:
     return torch.cuda.get_device_name(x.device) if x.is_cuda and torch.cuda.is_available() else ""
 
 
-def _checkpoint_shape(x: Tensor, k: Tensor) -> tuple:
-    (batch, length, channels), num_states = x.shape, k.shape[-1]
-    block, width = triton_sizes.block_tokens(num_states, str(x.dtype), _device_name(x)), triton_sizes.WIDTH
-    return batch, (length + block - 1) // block, (channels + width - 1) // width, num_states, width
-
-
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_triton", mutates_args=())
-def scan(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    beta_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """→ output (B, L, D), final state (B, D, N), and with `save` checkpoints (B, L / BLOCK, D / WIDTH, N, WIDTH)."""
-    (batch, length, channels), num_states = x.shape, k.shape[-1]
-    x, beta_logit, k, q, z = dense_rows(x, beta_logit, k, q, z)
-    beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
-    o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _empty(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, num_states, width = inputs.x, inputs.k.shape[-1], triton_sizes.WIDTH
+    batch, length, channels = x.shape
+    block = triton_sizes.block_tokens(num_states, str(x.dtype), _device_name(x))
+    kept = (batch, (length + block - 1) // block, (channels + width - 1) // width, num_states, width)
     exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    final_state = torch.empty(batch, channels, num_states, **exact)
-    checkpoints = torch.empty(_checkpoint_shape(x, k) if save else (0,), **exact)
-    if final_state.numel() == 0 or length == 0:
+    o, final_state = x.new_empty(x.shape), torch.empty(batch, channels, num_states, **exact)
+    return o, final_state, torch.empty(kept if inputs.keeps else (0,), **exact)
+
+
+def _dense(inputs: ScanInputs) -> ScanInputs:
+    """As the kernels read them."""
+    beta_bias, D, seq_idx = contiguous(inputs.beta_bias, inputs.D, inputs.seq_idx)
+    x, beta_logit, k, q, z = dense_rows(*inputs[:5])
+    return ScanInputs(x, beta_logit, k, q, z, beta_bias, D, inputs.state, seq_idx, keeps=inputs.keeps)
+
+
+def _forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """→ output (B, L, D), final state (B, D, N), and checkpoints (B, L / BLOCK, D / WIDTH, N, WIDTH) if it `keeps`."""
+    inputs = _dense(inputs)
+    x, beta_logit, k, _, z, beta_bias, D, initial_state, seq_idx, *_ = inputs
+    num_states = k.shape[-1]
+    o, final_state, checkpoints = _empty(inputs)
+    if final_state.numel() == 0 or x.shape[1] == 0:
         final_state = torch.zeros_like(final_state) if initial_state is None else initial_state.float().clone()
         return o, final_state, checkpoints
     states = None if initial_state is None else initial_state.float().contiguous()
     flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None}
 
     def run(sizes: tuple[dict, dict | None]) -> None:
-        launch, entering = _Launch(x, k, q, seq_idx, sizes, backward=False), states
+        launch, entering = _Launch(inputs, sizes, backward=False), states
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
             read = (x, beta_logit, keys, norms, keeps, beta_bias), strides(x, beta_logit)
@@ -201,57 +178,25 @@ def scan(
         kernels.forward_kernel[launch.grid](
             x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, entering, o, final_state, checkpoints,
             *strides(x, beta_logit, z), *launch.shape(), **flags, **launch.sizes,
-            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=entering is not None, SAVE=save,
+            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=entering is not None, SAVE=inputs.keeps,
             WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
 
     with device_guard(x):
-        compiled = ("forward", num_states, x.dtype, save, D is None, z is None, *flags.values(), x.device)
+        compiled = ("forward", num_states, x.dtype, inputs.keeps, D is None, z is None, *flags.values(), x.device)
         first_that_fits(compiled, _attempts(x, num_states, backward=False), run)
     return o, final_state, checkpoints
 
 
-@scan.register_fake
-def _(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    beta_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, _, channels), num_states = x.shape, k.shape[-1]
-    state: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    checkpoints = _checkpoint_shape(x, k) if save else (0,)
-    return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(batch, channels, num_states, **state),
-        torch.empty(checkpoints, **state),
-    )
-
-
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_triton_backward", mutates_args=())
-def scan_backward(
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    beta_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    seq_idx: Tensor | None,
-    checkpoints: Tensor,
-) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """→ gradients of x, beta_logit, k, q, beta_bias, D, z and the initial state; empty ones for absent arguments."""
+def _backward(
+    inputs: ScanInputs, gradients: Sequence[Tensor | None], needed: Sequence[bool], checkpoints: Tensor
+) -> list[Tensor | None]:
+    """→ gradients of x, beta_logit, k, q, z, beta_bias, D and the initial state."""
+    inputs = _dense(inputs)
+    x, beta_logit, k, q, z, beta_bias, D, state, seq_idx, *_ = inputs
     (batch, length, channels), num_states = x.shape, k.shape[-1]
-    x, beta_logit, k, q, z, grad_o = dense_rows(x, beta_logit, k, q, z, grad_o)
-    beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
+    given, grad_final_state, _ = gradients
+    (grad_o,) = dense_rows(torch.zeros_like(x) if given is None else given)
     dx, dlogit, dk, dq, dz = (
         torch.empty(t.shape if t is not None else (0,), dtype=x.dtype, device=x.device)
         for t in (x, beta_logit, k, q, z)
@@ -260,13 +205,13 @@ def scan_backward(
     dinitial = torch.empty(batch, channels, num_states, **exact)
     if dinitial.numel() == 0 or length == 0:
         dinitial = torch.zeros_like(dinitial) if grad_final_state is None else grad_final_state.float().clone()
-        sums = [torch.zeros(channels if t is not None else 0, **exact) for t in (beta_bias, D)]
-        return [dx, dlogit, dk.zero_(), dq.zero_(), *sums, dz, dinitial]
+        sums = [None if t is None else torch.zeros_like(t) for t in (beta_bias, D)]
+        return [dx, dlogit, dk.zero_(), dq.zero_(), dz, *sums, dinitial if state is None else dinitial.to(state.dtype)]
     grads = None if grad_final_state is None else grad_final_state.float().contiguous()
     flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None, "HAS_GATE": z is not None}
 
     def run(sizes: tuple[dict, dict | None]) -> list[Tensor]:
-        launch, leaving = _Launch(x, k, q, seq_idx, sizes, backward=True), grads
+        launch, leaving = _Launch(inputs, sizes, backward=True), grads
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
             read = (beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias), strides(beta_logit, z, grad_o)
@@ -306,48 +251,15 @@ def scan_backward(
     with device_guard(x):
         compiled = ("backward", num_states, x.dtype, D is None, grads is None, *flags.values(), x.device)
         dbias, dskip = first_that_fits(compiled, _attempts(x, num_states, backward=True), run)
-    return [dx, dlogit, dk, dq, *(t.sum(0) if t.dim() == 2 else t for t in (dbias, dskip)), dz, dinitial]
+    sums = [None if like is None else t.sum(0).to(like.dtype) for t, like in ((dbias, beta_bias), (dskip, D))]
+    return [dx, dlogit, dk, dq, dz, *sums, dinitial if state is None else dinitial.to(state.dtype)]
 
 
-@scan_backward.register_fake
-def _(
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    beta_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    seq_idx: Tensor | None,
-    checkpoints: Tensor,
-) -> list[Tensor]:
-    state: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    dense = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, beta_logit, k, q)]
-    sums = [torch.empty((x.shape[-1],) if t is not None else (0,), **state) for t in (beta_bias, D)]
-    dz = torch.empty(z.shape if z is not None else (0,), dtype=x.dtype, device=x.device)
-    return [*dense, *sums, dz, torch.empty(x.shape[0], x.shape[-1], k.shape[-1], **state)]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = [None if t is None else t.dtype for t in (beta_bias, D, z, initial_state)]
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(x, beta_logit, k, q, beta_bias, D, z, seq_idx, output[2])
-
-
-def _backward(
-    ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    x = ctx.saved_tensors[0]
-    if grad_o is None:
-        grad_o = torch.zeros_like(x)
-    *dense, dbias, dskip, dz, dinitial = scan_backward(grad_o, grad_final_state, *ctx.saved_tensors)
-    optional = zip((dbias, dskip, dz, dinitial), ctx.dtypes)
-    return *dense, *(None if dtype is None else grad.to(dtype) for grad, dtype in optional), None, None
-
-
-scan.register_autograd(_backward, setup_context=_save_for_backward)
-register_refusal(scan_backward, "longhorn_scan_triton")
+scan = differentiable_op(
+    "hf_hybrid_ssm::longhorn_scan_triton",
+    ScanInputs,
+    _forward,
+    _backward,
+    _empty,
+    saved=lambda inputs, outputs: (inputs, outputs[2:]),
+)

@@ -10,7 +10,8 @@ from hf_hybrid_ssm.ops.core.custom_ops import step_op
 from hf_hybrid_ssm.ops.core.triton_helpers import contiguous, dense_rows, supports
 from hf_hybrid_ssm.ops.core.triton_launch import Launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
-from hf_hybrid_ssm.ops.longhorn_scan.heads import step_over_heads
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
+from hf_hybrid_ssm.ops.longhorn_scan.reference import ScanInputs
 
 __all__ = ["longhorn_step_triton", "supports"]
 
@@ -18,22 +19,14 @@ TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
 launch_step = Launcher(kernels.step_kernel)
 
 
-@step_over_heads
-def longhorn_step_triton(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    state: Tensor,
-    *,
-    beta_bias: Tensor | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@over_heads
+def longhorn_step_triton(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
-    beta_bias, D, pages = contiguous(beta_bias, D, pages)
-    return step(*dense_rows(x, beta_logit, k, q, z), beta_bias, D, state, pages), state
+    beta_bias, D, pages = contiguous(inputs.beta_bias, inputs.D, inputs.pages)
+    state = inputs.state
+    assert state is not None
+    x, beta_logit, k, q, z = dense_rows(*inputs[:5])
+    return step(ScanInputs(x, beta_logit, k, q, z, beta_bias, D, state, pages=pages)), state
 
 
 @functools.cache
@@ -47,22 +40,18 @@ def tile_sizes(num_states: int) -> dict[str, int]:
     return {"BN": states, "BD": max(1, TILE_NUMBERS // states), "num_warps": 1}
 
 
-def _step(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    pages: Tensor | None,
-) -> Tensor:
+def _empty(inputs: ScanInputs) -> Tensor:
+    return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+
+
+def _step(inputs: ScanInputs) -> Tensor:
     """y (B, 1, D); the rows of the first five may lie apart, and so may the pages of state (P, D, N)."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (batch, _, channels), num_states = x.shape, state.shape[2]
+    x, beta_logit, k, q, z, beta_bias, skip, state, *_ = inputs
+    y, pages = _empty(inputs), inputs.pages
     if y.numel() == 0:
         return y
+    assert state is not None
+    (batch, _, channels), num_states = x.shape, state.shape[2]
     tensors = (x, beta_logit, k, q, z, beta_bias, skip, state, pages, y)
     rows = (x.stride(0), beta_logit.stride(0), k.stride(0), q.stride(0), 0 if z is None else z.stride(0))
     constants = constants_of(num_states, beta_bias is not None, skip is not None, z is not None, pages is not None)
@@ -71,18 +60,4 @@ def _step(
     return y
 
 
-def _empty(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    pages: Tensor | None,
-) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-step = step_op("hf_hybrid_ssm::longhorn_step_triton", _step, _empty, ("state",), device_types=None)
+step = step_op("hf_hybrid_ssm::longhorn_step_triton", _step, _empty, ("state",), device_types=None, inputs=ScanInputs)
