@@ -4,7 +4,6 @@ Building it takes minutes, so `make test` leaves it out and blocks the package's
 `python -m tests.reporting clean-room` runs it.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from _lib.documents import train_tokenizer
 from safetensors.torch import load_file
 
 from hf_hybrid_ssm.ops.core.dispatch import backend
+from tests.cli.folders import save_checkpoint
+from tests.evaluation.test_harness import write_task
 from tests.hub.test_export import SCRIPT, VARIANTS, class_of
 from tests.hub.without_package import answer
-from tests.tiny_models import build, classes_of, config_of
+from tests.tiny_models import build
 
 ROOT = Path(__file__).parents[2]
 WANTED = "HF_HYBRID_SSM_CLEAN_ROOM"
@@ -27,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(WANTED not in os.environ, reason=f"`python -m tests.reporting clean-room` sets {WANTED}"),
     pytest.mark.timeout(1800),
 ]
-TEXTS = ["one two three apple four five six seven"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +45,13 @@ def python(tmp_path_factory):
 
 
 def clean(**more):
-    return {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ["HOME"],
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
+    kept = {name: os.environ[name] for name in ("PATH", "HOME")}
+    return kept | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
 
 
 def run(python, cwd, *arguments):
-    ran = subprocess.run(
-        [str(python), *map(str, arguments)],
-        cwd=cwd,
-        env=clean(
-            HF_MODULES_CACHE=str(cwd / "modules"), HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(cwd / "datasets")
-        ),
-        capture_output=True,
-        text=True,
-    )
+    env = clean(HF_MODULES_CACHE=str(cwd / "modules"), HF_DATASETS_CACHE=str(cwd / "datasets"))
+    ran = subprocess.run([python, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
 
@@ -83,22 +69,9 @@ def test_answers_training_and_saving(python, tmp_path, model_type):
 
 @pytest.mark.parametrize("model_type", ["longhorn", "bst", "lmu_isa", "spade"])
 def test_stock_lm_eval(python, tmp_path, model_type):
-    tokenizer = train_tokenizer(TEXTS, 300)
-    config = config_of(VARIANTS[model_type], vocab_size=len(tokenizer))
-    classes_of(VARIANTS[model_type])[class_of(model_type)](config).save_pretrained(
-        tmp_path / "model", export_code=True
-    )
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [{"question": "one two", "choices": [" three", " apple"], "label": 0}] * 3
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    task = {"task": "counting", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
-    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{question}}"}
-    task |= {"doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}", "target_delimiter": ""}
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "counting.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    printed = run(
-        python, tmp_path, "-m", "lm_eval", "run", "--model", "hf", "--trust_remote_code",
-        "--model_args", f"pretrained={tmp_path / 'model'}", "--tasks", "counting",
-        "--include_path", tmp_path / "tasks", "--device", "cpu", "--batch_size", "2",
-    )  # fmt: skip
-    assert "counting" in printed and "acc" in printed
+    folder = save_checkpoint(tmp_path / "model", VARIANTS[model_type], export_code=True)
+    write_task(tmp_path)
+    options = ["--model_args", f"pretrained={folder}", "--tasks", "counting_here"]
+    options += ["--include_path", tmp_path / "tasks", "--device", "cpu"]
+    printed = run(python, tmp_path, "-m", "lm_eval", "run", "--model", "hf", "--trust_remote_code", *options)
+    assert "counting_here" in printed and "acc" in printed

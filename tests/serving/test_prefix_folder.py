@@ -177,17 +177,33 @@ def test_a_file_that_served_is_used(tmp_path):
     assert prompt.stat().st_mtime == 1000 < served.stat().st_mtime
 
 
-def test_a_folder_that_may_not_be_written_still_serves(tmp_path, monkeypatch):
+FAILING = {
+    "a file may not be touched": (
+        prefix_folder.os,
+        "utime",
+        PermissionError(1, "not permitted"),
+        "was not written",
+        0,
+        1,
+    ),
+    "the disk is full": (prefix_folder, "write_context", OSError(28, "No space left"), "was not written", 1, 15),
+    "a file may not be read": (prefix_folder, "load_context", PermissionError(13, "denied"), "does not serve", 0, 15),
+}
+"""What raises what, what is said, which text is read, and how many of its tokens."""
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_what_fails_costs_the_file_alone(failing, tmp_path, monkeypatch):
+    place, name, error, words, seed, read = FAILING[failing]
     model = in_float64("longhorn")
-    ids = random_ids(model, 1, 15)
-    check_same(model, ids, PrefixCache(folder=tmp_path))
+    check_same(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
 
-    def refused(*args):
-        raise PermissionError(1, "Operation not permitted")
+    def fails(*_):
+        raise error
 
-    monkeypatch.setattr(prefix_folder.os, "utime", refused)
-    with pytest.warns(UserWarning, match="was not written: .*not permitted"):
-        assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 1
+    monkeypatch.setattr(place, name, fails)
+    with pytest.warns(UserWarning, match=f"{words}: .*{error.strerror}"):
+        assert check_same(model, random_ids(model, 1, 15, seed=seed), PrefixCache(folder=tmp_path))[1] == read
 
 
 def test_a_file_that_goes_while_it_is_wanted(tmp_path, monkeypatch):
@@ -205,16 +221,6 @@ def test_a_file_that_goes_while_it_is_wanted(tmp_path, monkeypatch):
     assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 15
 
 
-def test_a_full_disk_costs_the_file_alone(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prefix_folder, "write_context", full)
-    model = in_float64("longhorn")
-    with pytest.warns(UserWarning, match="was not written: .*No space left"):
-        check_same(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
-
-
 def test_states_that_are_not_numbers_cost_the_file_alone(tmp_path):
     model = in_float64("longhorn")
     with torch.no_grad():
@@ -222,18 +228,6 @@ def test_states_that_are_not_numbers_cost_the_file_alone(tmp_path):
     with pytest.warns(UserWarning, match="was not written: .*NaN"):
         output = answered(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
     assert output.sequences.shape[1] > 15 and files(tmp_path) == []
-
-
-def test_a_file_that_may_not_be_read_costs_the_reading_alone(tmp_path, monkeypatch):
-    def refused(path, model):
-        raise PermissionError(13, "Permission denied")
-
-    model = in_float64("longhorn")
-    ids = random_ids(model, 1, 15)
-    check_same(model, ids, PrefixCache(folder=tmp_path))
-    monkeypatch.setattr(prefix_folder, "load_context", refused)
-    with pytest.warns(UserWarning, match="does not serve: .*Permission denied"):
-        assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 15
 
 
 def test_a_folder_is_made_for_the_user_alone(tmp_path):
