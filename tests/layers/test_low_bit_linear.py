@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from hf_hybrid_ssm.layers import low_bit_kernels, low_bit_linear
-from hf_hybrid_ssm.layers.int4_layout import known_layout
+from hf_hybrid_ssm.layers.low_bit_kernels import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}
@@ -245,7 +245,7 @@ def test_packed_in_inference_mode(bits):
 
 ON_A_PROCESSOR = """
 import torch
-from hf_hybrid_ssm.layers.int4_layout import known_layout
+from hf_hybrid_ssm.layers.low_bit_kernels import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import FEW_ROWS, LowBitLinear
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
