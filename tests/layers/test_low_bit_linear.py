@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from hf_hybrid_ssm.layers import low_bit_kernels, low_bit_linear
-from hf_hybrid_ssm.layers.int4_layout import known_layout
+from hf_hybrid_ssm.layers.low_bit_kernels import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}
@@ -22,33 +22,26 @@ def linear_of(out_features=40, in_features=128, dtype=torch.float32, bias=True):
     return torch.nn.Linear(in_features, out_features, bias=bias).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("shape", [(0,), (1,), (2, 5), (1, 17), (1, 70)], ids=str)
-@pytest.mark.parametrize(("bits", "group_size"), [(8, 32), (4, 32), (4, 64), (4, 128)])
-def test_product(bits, group_size, shape, dtype):
-    linear = linear_of(dtype=dtype)
-    rounded = LowBitLinear.from_linear(linear, bits=bits, group_size=group_size)
-    inputs = torch.randn(*shape, linear.in_features).to(dtype)
-    expected = inputs.double() @ rounded.dequantized().T + linear.bias.double()
-    outputs = rounded(inputs)
-    assert outputs.dtype == dtype and outputs.shape == expected.shape
-    torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=TOLERANCES[dtype] * 2)
+EVERY_WIDTH = (1, 2, 3, 7, 8, 15, 17, 24, 31, 36, 50, 63, 80)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
-    ("bits", "widths"), [(8, (1, 2, 3, 7, 8, 15, 17, 24, 31, 36, 50, 63, 80)), (4, (32, 96))], ids=["8", "4"]
+    ("bits", "group_size", "widths"),
+    [(8, 32, (*EVERY_WIDTH, 128)), (4, 32, (32, 96, 128)), (4, 64, (128,)), (4, 128, (128,))],
 )
-def test_product_of_every_width(bits, widths, dtype):
+def test_product(bits, group_size, widths, dtype):
     """Torch's kernels read rows in vectors: what is left beyond whole vectors counts too, and nothing else."""
     for in_features in widths:
-        for out_features in (1, 3, 16, 37, 200):
+        for out_features in (1, 3, 16, 37, 40, 200):
             linear = linear_of(out_features, in_features, dtype)
-            rounded = LowBitLinear.from_linear(linear, bits=bits)
-            for rows in (1, 3, 16, 65):
-                inputs = torch.randn(rows, in_features).to(dtype)
+            rounded = LowBitLinear.from_linear(linear, bits=bits, group_size=group_size)
+            for shape in ((0,), (1,), (3,), (2, 5), (16,), (1, 70)):
+                inputs = torch.randn(*shape, in_features).to(dtype)
                 expected = inputs.double() @ rounded.dequantized().T + linear.bias.double()
-                torch.testing.assert_close(rounded(inputs).double(), expected, rtol=0, atol=TOLERANCES[dtype] * 2)
+                outputs = rounded(inputs)
+                assert outputs.dtype == dtype and outputs.shape == expected.shape
+                torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=TOLERANCES[dtype] * 2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -245,7 +238,7 @@ def test_packed_in_inference_mode(bits):
 
 ON_A_PROCESSOR = """
 import torch
-from hf_hybrid_ssm.layers.int4_layout import known_layout
+from hf_hybrid_ssm.layers.low_bit_kernels import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import FEW_ROWS, LowBitLinear
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
-from hf_hybrid_ssm.layers.mixers.parameter_marks import mark_of
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, mark_of
 from tests.layers.mixer_cases import (
     FROZEN,
     D,

@@ -55,47 +55,6 @@ def test_perturbed_filters_stay_stable(ssm):
     assert y.isfinite().all() and y[0, -100:].abs().max() <= y.abs().max()
 
 
-def test_context_of_mf_is_shifted():
-    """Block 0 sees the learned context alone; tokens of block i reach the contexts of later blocks and of no other."""
-    model = build(context_variant="mf").double()
-    attention, grid_of = model.model.layers[0].attention, LENGTH
-    seen = {}
-
-    by_block = attention.context.by_block
-
-    def keep(*arguments):
-        found = by_block(*arguments)
-        seen["keys"] = found[0]
-        return found
-
-    attention.context.by_block = keep
-    x = torch.randn(1, grid_of, 16, dtype=torch.float64)
-    layer = model.model.layers[0]
-    layer(x)
-    first = seen["keys"]
-    for token in (0, WINDOW - 1, WINDOW, 2 * WINDOW + 1):
-        changed = x.clone()
-        changed[0, token] += 1
-        layer(changed)
-        differs = (seen["keys"] != first).flatten(2).any(2)[0].tolist()
-        assert differs == [block > token // WINDOW for block in range(len(differs))]
-    layer(x)
-    gradients = torch.autograd.grad(
-        seen["keys"].sum(), [attention.context.initial_context, attention.context.context_ids]
-    )
-    assert all(gradient.abs().sum() > 0 for gradient in gradients)
-
-
-def test_slide_does_not_know_where_blocks_begin():
-    model = build(ssm_layers=[]).double()
-    ids, shift = random_ids(model, 1, 40, 0), random_ids(model, 1, WINDOW + 1, 1)
-    reach = model.config.num_hidden_layers * WINDOW
-    plain = model(ids).logits[:, reach:]
-    moved = model(torch.cat([shift, ids], 1)).logits[:, WINDOW + 1 + reach :]
-    torch.testing.assert_close(moved, plain, rtol=1e-10, atol=1e-10)
-    assert not any("ssm" in name for name in model.state_dict())
-
-
 def test_initial_scales():
     torch.manual_seed(0)
     config = BstConfig(**TINY | {"hidden_size": 256, "vocab_size": 4000, "initializer_range": 1.0})

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.models.spade import convert_official_checkpoint as converter
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
 from tests.memory import in_own_memory
@@ -35,64 +34,6 @@ def official_s4(seed: int, filters: int = 1) -> dict[str, torch.Tensor]:
         "w_imag": draw(S, N // 2) * 3,
         "L": torch.tensor(0),
     }
-
-
-def dense(kernel, channel):
-    """A and B of a channel over both halves of the conjugate pairs, discretised by the bilinear rule."""
-    copy = channel % S
-    both = lambda half: torch.cat([half, half.conj()])  # noqa: E731
-    pairs = {name: torch.view_as_complex(kernel[name][0, copy].contiguous()) for name in ("B", "P")}
-    eigenvalues = torch.complex(-torch.exp(kernel["inv_w_real"][copy]), kernel["w_imag"][copy])
-    low_rank = both(pairs["P"])
-    a = torch.diag(both(eigenvalues)) - torch.outer(low_rank, low_rank.conj())
-    dt, identity = torch.exp(kernel["log_dt"][channel]), torch.eye(N, dtype=a.dtype)
-    inverse = torch.linalg.inv(identity - dt / 2 * a)
-    return inverse @ (identity + dt / 2 * a), dt * (inverse @ both(pairs["B"]))
-
-
-def taps(kernel, length):
-    """K_k = C Abar^k Bbar, power by power."""
-    rows = []
-    for channel in range(D):
-        a, state = dense(kernel, channel)
-        c = torch.view_as_complex(kernel["C"][0, channel].contiguous())
-        c = torch.cat([c, c.conj()])
-        row = []
-        for _ in range(length):
-            row.append((c @ state).real)
-            state = a @ state
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def transformed(kernel, length):
-    """The same system as the official code stores it once it has made a kernel of `length`: C~ for C."""
-    stored = {name: tensor.clone() for name, tensor in kernel.items()}
-    for channel in range(D):
-        a, _ = dense(kernel, channel)
-        c = torch.view_as_complex(kernel["C"][0, channel].contiguous())
-        c = torch.cat([c, c.conj()])
-        c = c - torch.linalg.matrix_power(a, length).T @ c
-        stored["C"][0, channel] = torch.view_as_real(c[: N // 2])
-    stored["L"] = torch.tensor(length)
-    return stored
-
-
-@pytest.mark.parametrize("length", [0, 4, 64])
-def test_kernel_is_the_official_one(length):
-    official = official_s4(0)
-    skip = torch.randn(1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    layer = S4(D, state_size=N, num_dynamics=S).double()
-    stored = transformed(official, length) if length else official
-    # the layer's parameters are float32; compare on what rounding left
-    layer.load_state_dict({name: part.double() for name, part in convert_s4(stored, skip).items()})
-    torch.testing.assert_close(layer.kernel(12, torch.float64).view(D, 12), taps(official, 12), rtol=1e-5, atol=1e-5)
-    u = torch.randn(1, 12, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    wanted = torch.zeros(12, D, dtype=torch.float64)
-    for t in range(12):
-        for j in range(t + 1):
-            wanted[t] += taps(official, 12)[:, t - j] * u[0, j]
-    torch.testing.assert_close(layer(u)[0][0], wanted + skip * u[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L"])

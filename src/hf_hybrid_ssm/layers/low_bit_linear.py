@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid_ssm.layers.float32_linear import has_fast_products
-from hf_hybrid_ssm.layers.int4_layout import known_layout, pack, unpack
 from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
-from hf_hybrid_ssm.layers.low_bit_kernels import fitted, low_bit_product
+from hf_hybrid_ssm.layers.low_bit_kernels import fitted, known_layout, low_bit_product, pack, unpack
 
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
 # both kernels are for decoding; more rows are multiplied by a weight that is converted for the call

@@ -4,7 +4,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops.core.checks import check_tensor
@@ -233,33 +232,10 @@ def mixer_state(states: dict[str, torch.Tensor]) -> MixerState | None:
     return parts if count > 1 else parts[0] if parts else None
 
 
-class _Frozen(nn.Module):
+class FrozenMixin(nn.Module):
     """Parameters that do not train, not even after a checkpoint replaced them."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             param.requires_grad_(False)
         super().register_parameter(name, param)
-
-
-class FrozenLinear(_Frozen, nn.Linear):
-    """`nn.Linear` whose parameters do not train."""
-
-
-class ParametrizableLSTM(nn.LSTM):
-    """`nn.LSTM` that reads its parameters by name where one is parametrized; torch's own reads a list that
-    `torch.nn.utils.parametrize` does not change."""
-
-    def forward(self, *args: Any) -> Any:
-        if not is_parametrized(self):
-            return super().forward(*args)
-        plain: Any = self._flat_weights
-        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
-        try:
-            return super().forward(*args)
-        finally:
-            self._flat_weights = plain
-
-
-class FrozenLSTM(_Frozen, ParametrizableLSTM):
-    """`ParametrizableLSTM` whose parameters do not train."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, MixerState
+from hf_hybrid_ssm.layers.mixers.base import FrozenMixin, Mixer, MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
@@ -174,6 +174,10 @@ class ImplicitLongConv(CachedKernelMixer):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.filter_length - 1, self.hidden_size),)
+
+
+class FrozenLinear(FrozenMixin, nn.Linear):
+    """`nn.Linear` whose parameters do not train."""
 
 
 MIXER_OPTIONS = ("bidirectional", "num_filters", "trainable", "learning_rate", "device", "dtype")  # of every mixer

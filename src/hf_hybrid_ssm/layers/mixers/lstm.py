@@ -4,12 +4,32 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, MixerState, ParametrizableLSTM
+from hf_hybrid_ssm.layers.mixers.base import FrozenMixin, Mixer, MixerState
 from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
+
+
+class ParametrizableLSTM(nn.LSTM):
+    """`nn.LSTM` that reads its parameters by name where one is parametrized; torch's own reads a list that
+    `torch.nn.utils.parametrize` does not change."""
+
+    def forward(self, *args: Any) -> Any:
+        if not is_parametrized(self):
+            return super().forward(*args)
+        plain: Any = self._flat_weights
+        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return super().forward(*args)
+        finally:
+            self._flat_weights = plain
+
+
+class FrozenLSTM(FrozenMixin, ParametrizableLSTM):
+    """`ParametrizableLSTM` whose parameters do not train."""
 
 
 class LSTM(Mixer):

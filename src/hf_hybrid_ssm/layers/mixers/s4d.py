@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
-from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_dt
-from hf_hybrid_ssm.layers.tables import twice_conjugate
+from hf_hybrid_ssm.layers.mixers.state_space import (
+    SSM_FIELDS,
+    StateSpaceMixer,
+    complex_pairs,
+    log_uniform_dt,
+    twice_conjugate,
+)
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 INITS = ("legs", "inv", "lin")

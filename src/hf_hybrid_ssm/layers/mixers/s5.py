@@ -8,8 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
-from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt
-from hf_hybrid_ssm.layers.tables import twice_conjugate
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt, twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond

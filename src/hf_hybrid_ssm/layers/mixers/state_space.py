@@ -11,6 +11,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.ops.core.blocks import power_of_two
+from hf_hybrid_ssm.ops.core.constants import constant
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
@@ -227,3 +228,9 @@ def log_uniform_dt(shape: tuple[int, ...], smallest: float, largest: float) -> t
 def complex_pairs(param: nn.Parameter | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter (..., 2) of real and imaginary parts as complex numbers in the precision of `dtype`."""
     return torch.view_as_complex(param.to(dtype).contiguous())
+
+
+@constant
+def twice_conjugate() -> torch.Tensor:
+    """(2, -2): the factors of the real and imaginary parts of c, whose products with those of s sum to 2 Re(c s)."""
+    return torch.tensor((2.0, -2.0))
