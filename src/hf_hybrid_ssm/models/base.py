@@ -78,7 +78,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         }
         super().post_init()
         if self._why_no_attentions() is not None:  # a class may return them where this model cannot
-            own = self._can_record_outputs or {}
+            own: dict[str, Any] = type(self)._can_record_outputs or {}
             self._can_record_outputs = {name: kind for name, kind in own.items() if name != "attentions"}
 
     @torch.no_grad()
@@ -354,7 +354,7 @@ class HybridModelMixin:
         options = {"position_ids": position_ids, "masks": masks, **kwargs}
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
-        finish_forward(cache, self)  # type: ignore[arg-type]
+        finish_forward(cache, self)
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},
