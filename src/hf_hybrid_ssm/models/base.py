@@ -48,6 +48,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _tp_plan: dict[str, str] | None
     _fsdp_plan: dict[str, str] | None
+    _can_record_outputs: dict[str, Any] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         self._check_config(config)
@@ -78,7 +79,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         }
         super().post_init()
         if self._why_no_attentions() is not None:  # a class may return them where this model cannot
-            own: dict[str, Any] = type(self)._can_record_outputs or {}
+            own = self._can_record_outputs or {}
             self._can_record_outputs = {name: kind for name, kind in own.items() if name != "attentions"}
 
     @torch.no_grad()
