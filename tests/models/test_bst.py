@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
-from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
 
 TINY = {
     "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8,
@@ -20,7 +17,6 @@ TINY = {
     "initializer_range": 0.5, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 KINDS = [(variant, ssm) for variant in ("sh", "mh", "mf") for ssm in ("s4d", "s4", "unstructured", "s5")]
-CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
 OPTIONS = {
     "self-and-no-sink": {"attend_self": True, "zero_kv_sink": False, "qk_norm": False},
     "no sink": {"zero_kv_sink": False},
@@ -43,27 +39,6 @@ RECURRENT = {
     "layer_types": ["block_recurrent", "window_attention", "block_recurrent"],
     "recurrent_num_states": 3,
 }
-
-
-FIXED = {
-    "block_recurrent": RECURRENT,
-    "without scales, recurrent": {
-        **OPTIONS["self-and-no-sink"], **RECURRENT, "layer_types": ["block_recurrent", "window_attention", "bst"],
-        "context_variant": "mf",
-    },
-}  # fmt: skip
-
-
-@pytest.fixture(
-    scope="module",
-    params=[*CHECKED, *FIXED],
-    ids=lambda kind: kind if isinstance(kind, str) else "-".join(kind),
-)
-def model(request):
-    if request.param in FIXED:
-        return build(**FIXED[request.param])
-    variant, ssm = request.param
-    return build(context_variant=variant, ssm_type=ssm)
 
 
 def l2(x):
@@ -244,45 +219,6 @@ def test_parameter_counts(preset, fields, count):
     with torch.device("meta"):
         model = BstForCausalLM(BstConfig.preset(preset, **fields))
     assert sum(p.numel() for p in model.parameters()) == count
-
-
-@SETTINGS
-@given(length=lengths, cuts=cuts, seed=seeds)
-def test_any_split(model, length, cuts, seed):
-    inv.check_split(model, inv.random_ids(model, 2, length, seed), cuts)
-
-
-@SETTINGS
-@given(row_lengths=row_lengths, side=sides, seed=seeds)
-def test_padding(model, row_lengths, side, seed):
-    inv.check_padded(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], side, extra=seed % 3)
-
-
-@SETTINGS
-@given(first=row_lengths, second=row_lengths, side=sides, seed=seeds)
-def test_padded_continuation(model, first, second, side, seed):
-    count = min(len(first), len(second))
-    turns = [[inv.random_ids(model, 1, n, seed + n) for n in lengths[:count]] for lengths in (first, second)]
-    inv.check_padded_continuation(model, *turns, side)
-
-
-@SETTINGS
-@given(row_lengths=row_lengths, by=st.sampled_from(["seq_idx", "position_ids"]), seed=seeds)
-def test_packing(model, row_lengths, by, seed):
-    inv.check_packed(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], by)
-
-
-@SETTINGS
-@given(order=orders, cut=cuts, seed=seeds)
-def test_reordering(model, order, cut, seed):
-    inv.check_reorder(model, inv.random_ids(model, 3, 12, seed), order, min([*cut, 8]))
-    inv.check_batch_order(model, inv.random_ids(model, 3, 12, seed), order)
-
-
-@SETTINGS
-@given(cuts=cuts, removed=lengths, seed=seeds)
-def test_rollback(model, cuts, removed, seed):
-    inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
 
 
 @pytest.mark.parametrize(("variant", "ssm"), KINDS)

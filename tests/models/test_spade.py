@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +26,6 @@ from hf_hybrid_ssm import (
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias, distance_buckets
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
-from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
 
 TINY = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,11 +57,6 @@ def build(model_class, config, seed=0):
         if "relative_bias" in name:
             parameter.data.normal_()
     return model
-
-
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
-def model(request):
-    return build(SpadeForCausalLM, SpadeConfig(**TINY | request.param))
 
 
 def test_buckets_are_the_papers():
@@ -176,45 +168,6 @@ def test_arena_presets_have_less_than_two_million_parameters(preset):
     with torch.device("meta"):
         model = SpadeForSequenceClassification(SpadeConfig.preset(preset))
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
-
-
-@SETTINGS
-@given(length=lengths, cuts=cuts, seed=seeds)
-def test_any_split(model, length, cuts, seed):
-    inv.check_split(model, inv.random_ids(model, 2, length, seed), cuts)
-
-
-@SETTINGS
-@given(row_lengths=row_lengths, side=sides, seed=seeds)
-def test_padding(model, row_lengths, side, seed):
-    inv.check_padded(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], side, extra=seed % 3)
-
-
-@SETTINGS
-@given(first=row_lengths, second=row_lengths, side=sides, seed=seeds)
-def test_padded_continuation(model, first, second, side, seed):
-    count = min(len(first), len(second))
-    turns = [[inv.random_ids(model, 1, n, seed + n) for n in lengths[:count]] for lengths in (first, second)]
-    inv.check_padded_continuation(model, *turns, side)
-
-
-@SETTINGS
-@given(row_lengths=row_lengths, by=st.sampled_from(["seq_idx", "position_ids"]), seed=seeds)
-def test_packing(model, row_lengths, by, seed):
-    inv.check_packed(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], by)
-
-
-@SETTINGS
-@given(order=orders, cut=cuts, seed=seeds)
-def test_reordering(model, order, cut, seed):
-    inv.check_reorder(model, inv.random_ids(model, 3, 12, seed), order, min([*cut, 8]))
-    inv.check_batch_order(model, inv.random_ids(model, 3, 12, seed), order)
-
-
-@SETTINGS
-@given(cuts=cuts, removed=lengths, seed=seeds)
-def test_rollback(model, cuts, removed, seed):
-    inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
 
 
 def seq2seq(**fields):
