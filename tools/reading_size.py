@@ -72,9 +72,9 @@ def _reached(entries: list[str], left_out: set[str]) -> list[Module]:
 def _kernels(module: Module) -> Iterator[str]:
     """The modules that an op of `module` names as its kernels."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Op":
-            named = (keyword.value for keyword in node.keywords if keyword.arg == "kernels")
-            yield from (name for value in named for name in ast.literal_eval(value).values())
+        if isinstance(node, ast.Dict):
+            names = (value.value for value in node.values if isinstance(value, ast.Constant))
+            yield from (name for name in names if str(name).startswith("hf_hybrid_ssm.ops."))
 
 
 def _c_sources(path: Path) -> list[Path]:

@@ -14,10 +14,10 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {name: family.package for family in (*FAMILIES, STUDENT) for name in family.names}
     | {
-        "LowBitConfig": "hf_hybrid_ssm.models.low_bit",
+        "LowBitConfig": "hf_hybrid_ssm.models.precision",
         "register_family": "hf_hybrid_ssm.auto",
         "register_mixer": "hf_hybrid_ssm.layers.mixers.registry",
-        "use_float32_products": "hf_hybrid_ssm.models.float32_products",
+        "use_float32_products": "hf_hybrid_ssm.models.precision",
     },
 )
 

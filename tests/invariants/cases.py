@@ -202,3 +202,6 @@ COMBINATIONS = [
     (case, variant) for variant in VARIANTS for case in CASES if case != "classifier" or variant in OF_FAMILIES
 ]
 """Students have no heads for classes."""
+OF_ROWS = ("split", "padding", "padded_turns", "packing", "batch", "beam_reorder", "rollback")
+RARER = ("spade s4 trained", "spade s4d output", "spade ema", "spade lstm", "spade adaptive")
+COMBINATIONS += [(case, variant) for variant in RARER for case in OF_ROWS]

@@ -135,34 +135,6 @@ def test_a_static_cache_that_is_full_in_compiled_steps(variant):
         step(ids[:, PROMPT + 3 : PROMPT + 4], past_key_values=cache)
 
 
-@torch.inference_mode()
-def test_new_documents(model):
-    """A row begins a document in the midst of the steps: nothing of the earlier one is left."""
-    ids = text(2)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :PROMPT], past_key_values=cache, seq_idx=torch.zeros(2, PROMPT, dtype=torch.long))
-    rows = []
-    for t in range(STEPS):
-        document = torch.tensor([[int(t >= 3)], [int(t >= 8)]])
-        rows.append(model(ids[:, PROMPT + t : PROMPT + t + 1], past_key_values=cache, seq_idx=document).logits)
-    got = torch.cat(rows, 1)
-    for row, start in enumerate((3, 8)):
-        close(got[row, start:], model(ids[row : row + 1, PROMPT + start :]).logits[0])
-
-
-@torch.inference_mode()
-def test_restarted_rows_without_numbers(model):
-    """The same by positions, after which steps are written for one token again."""
-    ids = text(2)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :PROMPT], past_key_values=cache)
-    position = torch.tensor([[0], [PROMPT]])
-    first = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache, position_ids=position).logits
-    got = torch.cat([first, steps(model, cache, ids[:, PROMPT + 1 :])], 1)
-    close(got[0], model(ids[:1, PROMPT:]).logits[0])
-    close(got[1], model(ids[1:]).logits[0, PROMPT:])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("removed", [1, 3, 8])
 def test_rollback_into_a_forward_of_several_tokens(variant, removed):

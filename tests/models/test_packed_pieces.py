@@ -4,15 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     DataCollatorWithFlattening,
     DynamicCache,
-    StaticCache,
 )
 
 from hf_hybrid_ssm.models.packing import resolve_packing
@@ -22,14 +18,12 @@ from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of
 from tests.models.test_span_and_token_heads import build as build_head
 from tests.tiny_models import (
     ROWS,
-    SEQ2SEQ,
     TOKENS,
     VARIANTS,
     batch_of,
     compiles,
     language_model,
     own_language_model,
-    recording_cache,
 )
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
@@ -82,85 +76,6 @@ def in_pieces(model, ids, inputs: dict[str, torch.Tensor], cuts: list[int], cach
     return torch.cat(logits, 1)
 
 
-@EVERY
-@settings(max_examples=5, deadline=None)
-@given(by=st.sampled_from(sorted(BY)), cuts=st.sets(st.integers(1, 15), max_size=7))
-def test_pieces_of_packed_rows(variant, by, cuts):
-    model = exact(variant)
-    ids = inv.random_ids(model, 2, 16, 0)
-    inputs = {name: packed(ROWS_OF_DOCUMENTS)[name] for name in BY[by]}
-    logits = in_pieces(model, ids, inputs, sorted(cuts), DynamicCache(config=model.config))
-    assert_exact(logits, alone(model, ids, ROWS_OF_DOCUMENTS))
-
-
-@EVERY
-@pytest.mark.parametrize("by", ["seq_idx", "position_ids"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_pieces_that_begin_at_borders(variant, by, static):
-    model = exact(variant)
-    ids = inv.random_ids(model, 2, 16, 0)
-    for cuts in ([5, 6, 13], [2, 8, 12, 13, 14, 15]):
-        cache = StaticCache(config=model.config, max_cache_len=20) if static else DynamicCache(config=model.config)
-        logits = in_pieces(model, ids, {by: packed(ROWS_OF_DOCUMENTS)[by]}, cuts, cache)
-        assert_exact(logits, alone(model, ids, ROWS_OF_DOCUMENTS))
-
-
-@EVERY
-def test_text_goes_on_after_packed_rows(variant):
-    """Without positions the tokens belong to each row's last document, wherever that began."""
-    model = exact(variant)
-    ids = inv.random_ids(model, 2, 16, 0)
-    expected = alone(model, ids, ROWS_OF_DOCUMENTS)
-    for by in BY.values():
-        cache = DynamicCache(config=model.config)
-        first = {name: packed(ROWS_OF_DOCUMENTS)[name][:, :15] for name in by}
-        in_pieces(model, ids[:, :15], first, [], cache)
-        with torch.no_grad():
-            assert_exact(model(ids[:, 15:], past_key_values=cache, use_cache=True).logits, expected[:, 15:])
-
-
-@EVERY
-def test_pieces_of_packed_and_padded_rows(variant):
-    """Padding between, before and after the documents of a row, named by `seq_idx`."""
-    model = exact(variant)
-    rows, ids = [[3, 4], [5, 2]], inv.random_ids(model, 2, 7, 0)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]])
-    given, seq_idx = torch.zeros_like(mask), torch.zeros_like(mask)
-    given[mask.bool()] = ids.flatten()
-    seq_idx[mask.bool()] = packed(rows)["seq_idx"].flatten() + 1
-    seq_idx = seq_idx.cummax(1).values
-    expected = alone(model, ids, rows).flatten(0, 1)
-    for cuts in ([6], [3, 5, 8, 11]):
-        for whole_mask in (True, False):
-            cache, logits = DynamicCache(config=model.config), []
-            for a, b in pairwise([0, *cuts, 12]):
-                real = mask[:, :b] if whole_mask else mask[:, a:b]
-                inputs = {"attention_mask": real, "seq_idx": seq_idx[:, a:b], "cache": cache}
-                with torch.no_grad():
-                    logits.append(model(given[:, a:b], use_cache=True, **inputs).logits)
-            assert_exact(torch.cat(logits, 1)[mask.bool()], expected)
-
-
-@EVERY
-@pytest.mark.parametrize("removed", [4, 5, 6])
-def test_rollback_over_a_border(variant, removed):
-    """A cache that went into the next document comes back to the one before."""
-    model = exact(variant)
-    ids, rows = inv.random_ids(model, 2, 10, 0), [[5, 5], [5, 5]]
-    for by in ("seq_idx", "position_ids"):
-        inputs = {by: packed(rows)[by]}
-        cache = recording_cache(model)
-        in_pieces(model, ids, inputs, [2, 5, 7], cache)
-        cache.crop(-removed)
-        kept = 10 - removed
-        tail = inv.random_ids(model, 2, 3, 1)
-        with torch.no_grad():
-            logits = model(tail, past_key_values=cache, use_cache=True).logits
-        start = 0 if kept <= 5 else 5
-        text = torch.cat([ids[:, start:kept], tail], 1)
-        assert_exact(logits, inv.whole(model, text)[:, -3:])
-
-
 def test_the_first_tokens_of_padded_rows():
     """What a rollback sees: a row that has only read padding has not begun its next document."""
     held = 3, {"document": torch.tensor([1, 1]), "start": torch.tensor([0, 0])}
@@ -190,19 +105,6 @@ def test_rows_are_checked_once_a_forward(variant, cached, monkeypatch):
     with torch.no_grad():
         model(ids, attention_mask=mask, seq_idx=packed(ROWS_OF_DOCUMENTS)["seq_idx"], use_cache=cached)
     assert sorted(checks) == ["check_mask_values", "check_seq_idx"]
-
-
-@EVERY
-def test_rows_are_reordered_with_their_documents(variant):
-    model = exact(variant)
-    ids, order = inv.random_ids(model, 2, 16, 0), torch.tensor([1, 0, 1])
-    inputs = packed(ROWS_OF_DOCUMENTS)
-    cache = DynamicCache(config=model.config)
-    in_pieces(model, ids[:, :14], {name: tensor[:, :14] for name, tensor in inputs.items()}, [6], cache)
-    cache.batch_select_indices(order)
-    with torch.no_grad():
-        logits = model(ids[order, 14:], past_key_values=cache, seq_idx=inputs["seq_idx"][order, 14:]).logits
-    assert_exact(logits, alone(model, ids, ROWS_OF_DOCUMENTS)[order, 14:])
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -319,77 +221,6 @@ def test_full_attention_alone_reads_packed_rows_and_refuses_to_go_on():
         logits = model(ids[:, :1], attention_mask=both, past_key_values=cache).logits
         text = torch.cat([ids[1:, 3:], ids[1:, :1]], 1)
         assert_exact(logits[1:], inv.whole(model, text)[:, -1:])
-
-
-@EVERY
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_a_mask_of_the_current_tokens(variant, side):
-    """It goes on where earlier masks ended; a piece without a mask holds no padding."""
-    model = exact(variant)
-    turns = [[inv.random_ids(model, 1, length, length + 9 * turn) for length in (4, 2, 7)] for turn in range(3)]
-    cache = DynamicCache(config=model.config)
-    for turn, rows in enumerate(turns):
-        ids, mask = inv.pad_rows(rows, 0, side)
-        with torch.no_grad():
-            logits = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
-        for index, row in enumerate(rows):
-            text = torch.cat([past[index] for past in turns[: turn + 1]], 1)
-            expected = inv.whole(model, text)[:, -row.shape[1] :]
-            assert_exact(logits[index][mask[index].bool()][None], expected)
-    token = inv.random_ids(model, 3, 1, 1)
-    with torch.no_grad():
-        logits = model(token, past_key_values=cache, use_cache=True).logits
-    for index in range(3):
-        text = torch.cat([*(past[index] for past in turns), token[index : index + 1]], 1)
-        assert_exact(logits[index : index + 1], inv.whole(model, text)[:, -1:])
-
-
-@EVERY
-@pytest.mark.parametrize("pad", [slice(0, 3), slice(3, 5), slice(6, 9)], ids=["left", "inside", "right"])
-@torch.no_grad()
-def test_nan_in_padding_stays_there(variant, pad):
-    model = language_model(variant)
-    ids, mask = inv.random_ids(model, 2, 9, 0), torch.ones(2, 9, dtype=torch.int64)
-    mask[1, pad] = 0
-    clean = model.get_input_embeddings()(ids)
-    bad = torch.where(mask.bool().unsqueeze(-1), clean, torch.nan)
-    results = []
-    for embeddings in (clean, bad):
-        out = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=True)
-        step = model(
-            ids[:, :1],
-            past_key_values=out.past_key_values,
-            attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1),
-        )
-        results.append((out.logits[mask.bool()], step.logits))
-    for with_nan, without in zip(*results):
-        torch.testing.assert_close(with_nan, without)
-
-
-@torch.no_grad()
-def test_nan_in_the_sources_padding_does_not_reach_the_target():
-    model, batch = own_language_model("encoder-decoder"), batch_of("encoder-decoder")
-    mask = torch.ones_like(batch["input_ids"])
-    mask[1, 10:] = 0
-    clean = model.get_input_embeddings()(batch["input_ids"])
-    inputs = {"attention_mask": mask, "decoder_input_ids": batch["labels"]}
-    bad = torch.where(mask.bool().unsqueeze(-1), clean, torch.nan)
-    torch.testing.assert_close(model(inputs_embeds=bad, **inputs).logits, model(inputs_embeds=clean, **inputs).logits)
-
-
-@torch.no_grad()
-def test_a_mask_of_the_current_target_tokens():
-    """The learned positions of a decoder go on where the cache ends."""
-    fields = {**SEQ2SEQ, "decoder_position_embedding_type": "learned"}
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("spade_seq2seq", **TOKENS, **fields)).eval()
-    source, target = ids_of(2, 9), ids_of(2, 6, seed=1)
-    expected = model(source, decoder_input_ids=target).logits
-    out = model(source, decoder_input_ids=target[:, :4], use_cache=True)
-    inputs = {"encoder_outputs": (out.encoder_last_hidden_state,), "past_key_values": out.past_key_values}
-    mask = torch.ones_like(target[:, 4:])
-    logits = model(decoder_input_ids=target[:, 4:], decoder_attention_mask=mask, **inputs).logits
-    torch.testing.assert_close(logits, expected[:, 4:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("row", [*ROWS, "bst block-recurrent", "bst with memory"])

@@ -11,7 +11,7 @@ from tests.programs.models import FAMILIES, VARIANTS
 from tests.programs.program import STEPS, Feed, Malformed, Program
 from tests.programs.shrink import shrink, without_rows
 
-PROGRAMS_PER_FAMILY = 40
+PROGRAMS_PER_FAMILY = 60
 
 
 def feed(*rows, starts=None, **more) -> dict:

@@ -126,7 +126,7 @@ def test_what_is_done_to_a_model_is_part_of_it_and_can_be_undone(done, variant):
     change(changed)
     assert identity_now(changed) != before
     other = model_identity(changed)
-    assert {key for key in named if named[key] != other[key]} == {"computation"}
+    assert {key for key in named.keys() - {"weights"} if named[key] != other[key]} == {"computation"}
     assert re.search(name, " ".join(other["computation"]))
     assert identity_now(model) == before
 

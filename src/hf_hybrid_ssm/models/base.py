@@ -48,6 +48,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _tp_plan: dict[str, str] | None
     _fsdp_plan: dict[str, str] | None
+    _can_record_outputs: dict[str, Any] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         self._check_config(config)
@@ -354,7 +355,7 @@ class HybridModelMixin:
         options = {"position_ids": position_ids, "masks": masks, **kwargs}
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
-        finish_forward(cache, self)  # type: ignore[arg-type]
+        finish_forward(cache, self)
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},

@@ -20,8 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 # of what the layers of a family keep such states
-STATE_LAYER_TYPES = ("longhorn", "window_attention", "bst", "block_recurrent")
-STATE_LAYER_TYPES += (STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE)
+OF_FAMILIES = ("longhorn", "window_attention", "bst", "block_recurrent")
+STATE_LAYER_TYPES = (STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE, *OF_FAMILIES)
 
 GPT2_END_OF_TEXT = 50256
 ROPE_BY_LENGTH = ("dynamic", "longrope")

@@ -155,14 +155,8 @@ class HybridGenerationMixin:
             )
         return None
 
-    @staticmethod
     def create_masks_for_generate(
-        config: Any,
-        inputs_embeds: Any,
-        attention_mask: Any,
-        *args: Any,
-        is_first_iteration: Any = False,
-        **kwargs: Any,
+        self, config: Any, inputs_embeds: Any, attention_mask: Any, *, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
         """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended.
 

@@ -60,7 +60,7 @@ class Head:
     def _build_head(self, config: Any) -> None:
         raise NotImplementedError
 
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, **options: Any) -> None:
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
         """Before the base model runs; `inputs` (B, L, ...) are its token ids or embeddings."""
 
     def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -95,7 +95,11 @@ class Head:
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
         inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
         return self._forward(inputs, labels, {}, kwargs)
 
@@ -108,7 +112,7 @@ class Head:
         """
         if targets is not None:
             given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-            self._check_targets(targets, given, **options)
+            self._check_targets(targets, given, options)
         outputs = self.model(**inputs, **kwargs)
         logits, loss = self._predict(self._read(outputs.last_hidden_state, inputs), targets, **options, **kwargs)
         fields = {"loss": loss, "hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -133,9 +137,8 @@ class LMHead(Head):
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
         return hidden_states
 
-    def _check_targets(
-        self, targets: torch.Tensor, inputs: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0
-    ) -> None:
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
+        logits_to_keep = options.get("logits_to_keep", 0)
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         shape = inputs.shape[:2] if inputs is not None and keeps_all else None
         check_labels(targets, self.config.vocab_size, shape)
@@ -225,7 +228,11 @@ class CausalLMHead(HybridGenerationMixin, LMHead):
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
         inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
         return self._forward(inputs, labels, {"logits_to_keep": logits_to_keep}, kwargs)
 
@@ -326,7 +333,7 @@ class TokenClassificationHead(Head):
         self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
         self.score = nn.Linear(config.hidden_size, config.num_labels)
 
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None) -> None:
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
         if inputs is not None:
             check_token_classes(targets, inputs.shape[:2], self.config.num_labels)
 
@@ -364,14 +371,19 @@ class QuestionAnsweringHead(Head):
             The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
             which is a mean over all rows.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
         inputs |= {"cache": cache, "inputs_embeds": inputs_embeds}
         is_asked = start_positions is not None or end_positions is not None
         return self._forward(inputs, (start_positions, end_positions) if is_asked else None, {}, kwargs)
 
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None) -> None:
+    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
         if inputs is not None:
-            check_span(*targets, inputs.shape[0])
+            start_positions, end_positions = targets
+            check_span(start_positions, end_positions, inputs.shape[0])
 
     def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
         logits = self.qa_outputs(hidden_states).unbind(-1)

@@ -274,6 +274,10 @@ class PagedLayer(RecurrentStateLayer):
         layer.device = pages.device
         return layer
 
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The next tokens' alone: the server has the others."""
+        return keys, values
+
     def may_be_overwritten(self) -> bool:
         return True
 

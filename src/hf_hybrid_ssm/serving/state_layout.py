@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_hybrid_ssm.models.base import let_experts_be_fake
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
@@ -98,8 +99,10 @@ def serve_layer(cache: Cache, index: int, attend: Attend, states: States, pages:
         states: the layer's other states, name → tensor (B, ...).
         pages: (B,) int64, the page of each text.
     """
-    holds_states = is_recurrent_state_layer(cache.layers[index])
-    cache.layers[index] = PagedLayer.from_pages(pages, states, attend=attend, holds_states=holds_states)
+    layer = cache.layers[index]
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):  # a teacher's convolution or recurrence keeps no keys
+        holds_states = is_recurrent_state_layer(layer)
+        cache.layers[index] = PagedLayer.from_pages(pages, states, attend=attend, holds_states=holds_states)
 
 
 def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:

@@ -13,8 +13,6 @@ from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StaticRecurre
 class WindowedLayer(RecurrentStateLayer):
     """States that the attention function keeps, where transformers' attention layers would append keys and values."""
 
-    _layer_type = None
-
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return keys, values
 
@@ -27,7 +25,6 @@ class WindowedLayer(RecurrentStateLayer):
 class StaticWindowedLayer(StaticRecurrentStateLayer):
     """`WindowedLayer` of a static cache."""
 
-    _layer_type = None
     update = WindowedLayer.update
     offload = prefetch = WindowedLayer.offload
 

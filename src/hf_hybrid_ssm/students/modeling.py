@@ -333,16 +333,11 @@ class HybridStudentForCausalLM(HybridGenerationMixin, StudentMixin, GenerationMi
         self.post_init()
 
     def create_masks_for_generate(
-        self,
-        config: Any,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        self, config: Any, inputs_embeds: Any, attention_mask: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Masks made ahead of compiled decoding: of the teacher's own layers, and of the padding."""
         make = getattr(super(HybridGenerationMixin, self), "create_masks_for_generate", create_masks_for_generate)
-        own = make(config, inputs_embeds, attention_mask, *args, **kwargs)
+        own = make(config, inputs_embeds, attention_mask, **kwargs)
         return super().create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs) | {OF_TEACHER: own}
 
 

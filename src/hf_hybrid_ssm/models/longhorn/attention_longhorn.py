@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.models.base import HybridModelMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import holds_states, read_rows, served_keys
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
@@ -146,10 +147,9 @@ class LonghornWindowAttention(RecurrentMixin, LonghornAttention):
 ATTENTION = {"window_attention": LonghornWindowAttention, "full_attention": LonghornAttention}
 
 
-class AttendingModel:
-    """What a base model computes once for all of its attention layers; placed before `HybridModelMixin`."""
+class AttendingModel(HybridModelMixin):
+    """What a base model computes once for all of its attention layers."""
 
-    config: Any
     rotary_emb: RotaryEmbedding | None
 
     def add_positions(self, config: LonghornConfig) -> None:
@@ -157,14 +157,15 @@ class AttendingModel:
         self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
 
     def _run_layers(
-        self, x: torch.Tensor, rows: PackedRows, cache: Cache | None, *, position_ids=None, masks=None, **kwargs: Any
+        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
+        position_ids, masks = kwargs.pop("position_ids"), kwargs.pop("masks")
         if self.rotary_emb is not None:
-            positions = rows.positions(x.device) if position_ids is None else position_ids
-            masks = attention_masks(self.config, x, rows, cache) if masks is None else masks
-            kwargs |= {"position_embeddings": self.rotary_emb(x, positions)}
+            positions = rows.positions(hidden_states.device) if position_ids is None else position_ids
+            masks = attention_masks(self.config, hidden_states, rows, cache) if masks is None else masks
+            kwargs |= {"position_embeddings": self.rotary_emb(hidden_states, positions)}
             kwargs |= {"attention_mask": masks.get("full_attention")}
-        return self._through_layers(x, rows, cache=cache, **kwargs)  # type: ignore[attr-defined]
+        return self._through_layers(hidden_states, rows, cache=cache, **kwargs)
 
 
 def _has_begun(starts, past, row, head, query, key):
@@ -208,22 +209,24 @@ def attention_masks(
     return {"full_attention": mask}
 
 
-def make_masks(
-    config, inputs_embeds, attention_mask, position_ids=None, is_first_iteration=False, **kwargs
-) -> dict[str, torch.Tensor | None]:
-    """As of `HybridGenerationMixin.create_masks_for_generate`, with those of full attention."""
-    cache = take_cache(kwargs)
-    rows = read_rows(
-        cache,
-        inputs_embeds.shape[:2],
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        continues_documents=not is_first_iteration,
-        needs_starts=True,
-        keeps_padding=True,
-        has_states=holds_states(cache),
-    )
-    rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
-    of_states = HybridGenerationMixin.create_masks_for_generate
-    padding = of_states(config, inputs_embeds, attention_mask, is_first_iteration=is_first_iteration)
-    return attention_masks(config, inputs_embeds, rows, cache) | padding
+class AttendingGeneration(HybridGenerationMixin):
+    """Of the language model."""
+
+    def create_masks_for_generate(
+        self, config: Any, inputs_embeds: Any, attention_mask: Any, position_ids: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As of `HybridGenerationMixin`, with the masks of full attention."""
+        padding = super().create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
+        cache = take_cache(kwargs)
+        rows = read_rows(
+            cache,
+            inputs_embeds.shape[:2],
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            continues_documents=not kwargs.get("is_first_iteration"),
+            needs_starts=True,
+            keeps_padding=True,
+            has_states=holds_states(cache),
+        )
+        rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
+        return attention_masks(config, inputs_embeds, rows, cache) | padding

@@ -15,7 +15,7 @@ from transformers.utils import auto_docstring
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
+from hf_hybrid_ssm.models.base import HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -24,7 +24,12 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.longhorn.attention_longhorn import ATTENTION, AttendingModel, LonghornAttention, make_masks
+from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
+    ATTENTION,
+    AttendingGeneration,
+    AttendingModel,
+    LonghornAttention,
+)
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
@@ -150,7 +155,7 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
 
 
 @auto_docstring
-class LonghornModel(AttendingModel, HybridModelMixin, LonghornPreTrainedModel):
+class LonghornModel(AttendingModel, LonghornPreTrainedModel):
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
@@ -163,10 +168,9 @@ class LonghornModel(AttendingModel, HybridModelMixin, LonghornPreTrainedModel):
 
 
 @auto_docstring
-class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
+class LonghornForCausalLM(AttendingGeneration, CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
     model: LonghornModel
     base_model_class = LonghornModel
-    create_masks_for_generate = staticmethod(make_masks)
 
 
 @auto_docstring

@@ -61,7 +61,7 @@ class SpadeDecoderBlock(SpadeBlock):
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
         self.cross_attn_norm = build_norm(config)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         encoder_states: torch.Tensor,

@@ -1,4 +1,5 @@
-"""Weights of 8 or 4 bits on a CPU, as one more `quantization_config` of transformers."""
+"""How precisely linear maps compute on a CPU: weights of 8 or 4 bits, as one more `quantization_config` of
+transformers, and prefill matmuls in float32."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_hybrid_ssm.layers.float32_linear import HALF, Float32Linear, has_fast_products
 from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
 
 if TYPE_CHECKING:
@@ -172,6 +174,32 @@ def _check_whole(model: PreTrainedModel) -> None:
             f"{', '.join(missing[:5])}{', ...' if missing[5:] else ''}. Load it as the class that was saved, or round "
             "the model again."
         )
+
+
+def use_float32_products(model: PreTrainedModel, *, always: bool = False) -> int:
+    """Run prefill matmuls in float32 on CPUs without bfloat16 or float16 instructions.
+
+    Any model of transformers, ours or a teacher. Weights stay as they are, one map at a time is converted while it is
+    used; a token alone, training, what is saved and other devices do not change. Logits differ by rounding.
+
+    Args:
+        model: changed in place: its plain `nn.Linear` become `Float32Linear`.
+        always: also where the processor has instructions for the dtype of the weights, which are faster.
+
+    Returns:
+        How many maps were changed; 0 in float32, and on a processor with instructions of its own.
+
+    Raises:
+        TypeError: something that is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}.")
+    # subclasses are somebody else's maps; adapters keep the plain one inside
+    plain = [module for module in model.modules() if type(module) is nn.Linear and module.weight.dtype in HALF]
+    chosen = [module for module in plain if always or not has_fast_products(module.weight.dtype)]
+    for module in chosen:
+        module.__class__ = Float32Linear
+    return len(chosen)
 
 
 if METHOD not in AUTO_QUANTIZER_MAPPING:
