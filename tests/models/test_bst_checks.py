@@ -71,7 +71,7 @@ def test_initial_scales():
 def _context_of_blocks(attention, x):
     """Keys and values (B, J, S, H, e) of the blocks of new rows, which the next forward uses as they are here."""
     context = attention.context
-    grid = block_grid(*x.shape[:2], WINDOW, device=x.device)
+    grid = block_grid(x, WINDOW, {})
     keys, values, after = context.by_block(x, grid, {}, PLAIN_ROWS)
     context.by_block = lambda *arguments: (keys, values, after)
     return keys, values
