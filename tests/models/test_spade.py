@@ -1,4 +1,4 @@
-"""The SPADE family: layers against a plain evaluation, invariances, sizes, heads, and refusals."""
+"""The SPADE family: layers against a plain evaluation, sizes, encoder-decoders, heads, and refusals."""
 
 import copy
 import pickle

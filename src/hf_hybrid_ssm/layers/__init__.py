@@ -1,4 +1,4 @@
-"""Modules built from ops. They know shapes and parameters, nothing of transformers' models.
+"""Modules built from ops. They depend on torch alone, not on transformers.
 
 The names here are those of `hf_hybrid_ssm.modules`: layers of the families with plain arguments.
 """

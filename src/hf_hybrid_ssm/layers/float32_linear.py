@@ -39,7 +39,7 @@ class Float32Linear(nn.Linear):
 
     Inputs and outputs are those of `nn.Linear`, `(..., in_features)` to `(..., out_features)`, in the inputs' dtype;
     `y` is rounded once. The weight is converted in each call, so that one map at a time takes twice its memory more.
-    With gradients, with autocast, with few rows and on other devices it is `nn.Linear`.
+    With gradients, with autocast, with few rows and on other devices it computes as `nn.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ class LowBitLinear(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the codes of 4 bits are in the order of this processor's kernel. The tensor says it, since weights
-        are also replaced where no method of this class is called."""
+        """Whether the codes of 4 bits are in the order of this processor's kernel; by the tensor's shape, since
+        weights are also replaced without a call of this class."""
         return self.bits == 4 and self.weight_codes.dim() == 1
 
     def _packed_codes(self) -> Tensor:
@@ -174,7 +174,7 @@ class LowBitLinear(nn.Module):
         Raises:
             TypeError: inputs that are not float32, bfloat16 or float16.
             ValueError: inputs on another device than a CPU.
-            NotImplementedError: inputs that want a gradient, which these kernels do not give.
+            NotImplementedError: inputs that require a gradient, which these kernels do not compute.
         """
         if inputs.dtype not in DTYPES:
             raise TypeError(f"inputs must be float32, bfloat16 or float16, got {inputs.dtype}.")

@@ -17,7 +17,7 @@ class Mixer(Float32ParametersMixin):
 
     `forward` of a whole sequence, in chunks with the returned state, and token by token compute the same. A state is
     one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `forward_rows` and
-    `state_shapes`, and says in its class variables what it can do.
+    `state_shapes`, and declares its capabilities in class variables.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in

@@ -14,8 +14,8 @@ from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
 
 
 class ValueMark:
-    """Remembers a tensor on the CPU by a copy of its numbers. No write escapes it, whatever torch counts: also one
-    through `.data`, a numpy view or another process."""
+    """Detects changes of a tensor on the CPU by a copy of its values: also writes that torch does not count, through
+    `.data`, a numpy view or another process."""
 
     def __init__(self, tensor: torch.Tensor):
         self.kind = (type(tensor), tensor.dtype, tensor.shape, tensor.device)
@@ -33,13 +33,13 @@ class ValueMark:
         return self.values != self._memory(holder)
 
     def _memory(self, holder: torch.Tensor) -> ctypes.Array:
-        """The numbers where they lie, to be read while `holder` lives."""
+        """The bytes of `holder`, valid while it exists."""
         return self.bytes_type.from_address(holder.data_ptr()) if holder.numel() else self.bytes_type()
 
 
 class VersionMark:
-    """Remembers a tensor elsewhere, where a comparison of values would wait for the device: the object, its memory
-    and torch's count of writes. Writes through `.data` leave no trace there."""
+    """Detects changes of a tensor on another device, where comparing values would synchronise: by the object, its
+    address and torch's version counter, which misses writes through `.data`."""
 
     def __init__(self, tensor: torch.Tensor):
         self.kind = _identity(tensor)
@@ -56,7 +56,7 @@ def mark_of(tensor: torch.Tensor) -> ValueMark | VersionMark:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its memory holds its numbers in their order, else a copy that does."""
+    """The tensor itself if its memory holds its values contiguously, else a copy."""
     is_plain = tensor.is_contiguous() and not tensor.is_neg()
     return tensor if is_plain else tensor.detach().resolve_neg().contiguous()
 
@@ -70,10 +70,10 @@ class CachedKernelMixer(Mixer):
     """A mixer that caches its kernel while the parameters it comes from are constants: frozen, or without autograd.
 
     What is cached is computed in float64, is not part of the state dict, and is dropped when a parameter is written,
-    loaded, replaced, moved or cast. On the CPU parameters are compared by value, so that no write goes unnoticed. On
-    other devices a write through `.data` (or by another library into the same memory) leaves no trace: call
+    loaded, replaced, moved or cast. On the CPU parameters are compared by value, so that every write is detected. On
+    other devices a write through `.data` (or by another library into the same memory) is not detected: call
     `clear_kernel_cache` after it, or `clear_kernel_caches` of the model. Inside `torch.compile` only frozen parameters
-    count as constants; a compiled program compares them with those that it knows, and raises RuntimeError where one
+    count as constants; a compiled program compares them with copies, and raises RuntimeError where one
     was written in place, since it cannot compute anew (loading, moving, casting and `reset_parameters` drop the cache
     before). Inside a function transform (`torch.func`, forward-mode differentiation) no parameter counts as a
     constant.
@@ -101,7 +101,7 @@ class CachedKernelMixer(Mixer):
         trains = (is_compiling or torch.is_grad_enabled()) and any(one.requires_grad for one in tensors.values())
         if trains or is_transforming():
             if not is_compiling:
-                self._kernel_cache = {}  # FSDP writes into gathered parameters without a trace
+                self._kernel_cache = {}  # FSDP writes into gathered parameters without a change of version
             with self._without_autocast():
                 return compute(False)
         if is_compiling:
@@ -157,7 +157,7 @@ class CachedKernelMixer(Mixer):
         self._marks = {}
         self._copies = {}
 
-    # every way parameters change except in-place writes
+    # all ways in which parameters change, other than in-place writes
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)

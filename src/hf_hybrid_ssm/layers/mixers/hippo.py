@@ -1,4 +1,4 @@
-"""HiPPO-LegS, the matrices that make a linear state remember Legendre coefficients of the past. All in float64."""
+"""HiPPO-LegS: matrices of a linear system whose state holds Legendre coefficients of the past, in float64."""
 
 import torch
 

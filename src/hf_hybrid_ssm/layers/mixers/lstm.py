@@ -36,7 +36,7 @@ class LSTM(Mixer):
     """One LSTM layer D -> D; bidirectional: two directions of D / 2, side by side.
 
     Documents and ragged rows run as rows of their own, so nothing passes between them. State: (h, c), (B, D) each.
-    Like every recurrence it computes in the precision of its parameters, whatever autocast says.
+    Like every recurrence it computes in the precision of its parameters, also under autocast.
     """
 
     init_reads_values: ClassVar[bool] = False

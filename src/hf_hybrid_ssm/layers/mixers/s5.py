@@ -149,7 +149,7 @@ class S5(CachedKernelMixer):
             if torch.is_grad_enabled():
                 self.clear_kernel_cache()  # as `_cached` does: the parameters may be about to change
             elif state is not None:
-                self._token_constants(dtype)  # single tokens will follow, compiled perhaps
+                self._token_constants(dtype)  # cached before decoding, which may be compiled
         return self._squeeze(y).to(u.dtype), state
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:

@@ -157,7 +157,7 @@ class StateSpaceMixer(CachedKernelMixer):
                 u, self.system(dtype), skip=skip, rows=rows, initial_state=state, stride=stride, positions=positions
             )
         if rows.return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Single tokens will follow, compiled perhaps: what they need is there when they are traced.
+            # cached before decoding, which may be traced by a compiler
             self._token_constants(dtype)
         y = F.silu(y) if self.applies_silu else y
         return self._squeeze(y), final if final is None or self.num_filters else final.squeeze(1)
@@ -203,7 +203,7 @@ class StateSpaceMixer(CachedKernelMixer):
             if low_rank is not None:
                 low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
             skip = self.skip_weight(inner)
-            # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if nobody else holds it
+            # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if there is no other reference
             return change, vector, low_rank, readout, skip.to(dtype, copy=True).contiguous()
 
         return self._cached(("token", dtype), self._all_parameters, compute)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
@@ -54,7 +55,7 @@ class BlockGrid:
         """x (B, L, ...) → (B, J, W, ...), slot by slot.
 
         `past` (B, W, ...) fills the slots of block 0 that belong to earlier forwards. Slots after a document's end
-        hold something finite.
+        hold finite values.
         """
         slots = torch.arange(self.window, device=x.device)
         if self.block is None:
@@ -87,30 +88,22 @@ class BlockGrid:
         return torch.where(_like(filled, last_block), last_block, 0.0)
 
 
-def block_grid(
-    batch: int,
-    length: int,
-    window: int,
-    *,
-    tokens_seen: torch.Tensor | None = None,
-    rows: Rows = PLAIN_ROWS,
-    device: torch.device | None = None,
-) -> BlockGrid:
-    """The grid of a forward.
+def block_grid(x: torch.Tensor, window: int, past: States, rows: Rows = PLAIN_ROWS) -> BlockGrid:
+    """The grid of a forward of x (B, L, ...).
 
     Args:
-        tokens_seen: (B,) int64, tokens of each sequence's first document in earlier forwards; None: there are none.
-        rows: how the sequences are read; the values of `seq_idx` are, where `documents.count` does not say enough.
+        past: has `seen`, (B,) int64, the tokens of each sequence's first document in earlier forwards, or is empty.
+        rows: how the sequences are read; values of `seq_idx` are, where `documents.count` is not enough.
     """
-    seq_idx, lengths = rows.seq_idx, rows.lengths
+    (batch, length), device, lengths = x.shape[:2], x.device, rows.lengths
     real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
-    if tokens_seen is None and seq_idx is None:
+    if not past and rows.documents is None:
         indices = torch.arange(-(-length // window) + 1, device=device).expand(batch, -1)
         return BlockGrid(window, length, indices * window, indices == 0, real, real // window)
-    before = torch.zeros(batch, dtype=torch.int64, device=device) if tokens_seen is None else tokens_seen
+    before = past["seen"] if past else torch.zeros(batch, dtype=torch.int64, device=device)
     columns = torch.arange(length, device=device)
     if rows.documents is not None:
-        return _packed_grid(length, window, columns, before, real, rows.documents)
+        return _packed_grid(window, columns, before, real, rows.documents)
     offset = before % window
     indices = torch.arange((length + window - 2) // window + 2, device=device)
     return BlockGrid(
@@ -124,31 +117,17 @@ def block_grid(
     )
 
 
-def positions_in_documents(columns: torch.Tensor, before: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
-    """(B, L) int64, the tokens before each token in its document.
-
-    Args:
-        columns: 0 … L - 1.
-        before, seq_idx: `tokens_seen` and `seq_idx` of `block_grid`.
-    """
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=False)
-    return columns - torch.where(begins, columns, -before.unsqueeze(1)).cummax(1).values
-
-
 def _packed_grid(
-    length: int,
-    window: int,
-    columns: torch.Tensor,
-    before: torch.Tensor,
-    real: torch.Tensor,
-    documents: Documents,
+    window: int, columns: torch.Tensor, before: torch.Tensor, real: torch.Tensor, documents: Documents
 ) -> BlockGrid:
     """Every document restarts the blocks, so their number depends on where documents begin.
 
-    Where that costs a wait for the device, there are as many blocks as that number of documents can have.
+    Where counting them would synchronise with the device, an upper bound is used.
     """
-    seq_idx = documents.seq_idx
-    position = positions_in_documents(columns, before, seq_idx)
+    seq_idx, length = documents.seq_idx, len(columns)
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=False)
+    # the tokens before each token in its document
+    position = columns - torch.where(begins, columns, -before.unsqueeze(1)).cummax(1).values
     slot = position % window
     opens = slot == 0
     opens[:, 0] = True

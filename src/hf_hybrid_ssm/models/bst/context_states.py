@@ -1,4 +1,4 @@
-"""Context states: what a block of the Block-State Transformer knows of everything before it.
+"""Context states, which summarise all tokens before a block of the Block-State Transformer.
 
 A state-space model runs over the whole sequence; its outputs, cut into blocks, become keys and values that the tokens
 of the block attend to (section 3 of the paper):
@@ -103,8 +103,7 @@ class ContextStates(nn.Module):
             return y.transpose(1, 2), after
         if self.variant != "mf":
             return self._attend_by_token(scaled_queries(queries, head_scale), x, past, rows)
-        (batch, length), seen = x.shape[:2], past.get("seen")
-        grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
+        grid = block_grid(x, self.window, past, rows)
         keys, values, after = self.by_block(x, grid, past, rows)
         return attend_blocks(queries, keys, values, grid, head_scale), after
 
@@ -224,7 +223,7 @@ class ContextStates(nn.Module):
         return self.normalised(keys), values
 
     def normalised(self, keys: torch.Tensor, is_step: bool = False) -> torch.Tensor:
-        """Keys (..., e) as queries are compared with them; the kernel of a step makes their length 1 by itself."""
+        """Keys (..., e), L2-normalised with `qk_norm`; the kernel of a step normalises them itself."""
         return l2_normalise(keys) if self.qk_norm and not is_step else keys
 
     @staticmethod

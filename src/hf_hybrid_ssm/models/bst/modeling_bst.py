@@ -87,7 +87,7 @@ class BstAttention(nn.Module):
         `rows` as of `RecurrentMixin.forward_rows`."""
         q, k, v = (layer(z).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         bias, head_scale = self.relative_bias(self.window), self.scale
-        if self.scale is not None and not rows.is_step:  # the kernel of a step does it by itself
+        if self.scale is not None and not rows.is_step:  # the kernel of a step normalises and scales
             scale = self.scale.abs().to(q.dtype).unsqueeze(1)
             q, k, bias, head_scale = l2_normalise(q) * scale, l2_normalise(k), bias * scale, None
         y, state = local_attention(
@@ -182,7 +182,7 @@ def _init_scales(*scales: nn.Parameter | None) -> None:
 class BstModel(HybridModelMixin, BstPreTrainedModel):
     def __init__(self, config: BstConfig):
         super().__init__(config)
-        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        # no padding_idx: the end-of-text token often also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)

@@ -88,9 +88,9 @@ class RecurrentStates(nn.Module):
         """
         if rows.is_step and past:
             return self._attend_token(queries, keys, values, past, rows, head_scale)
-        (batch, length), wants_state = keys.shape[:2], rows.return_final_state
-        grid = block_grid(batch, length, self.window, tokens_seen=past.get("seen"), rows=rows, device=keys.device)
-        # of rows that begin here and go on nowhere, only block 0 is the first of a document
+        batch, wants_state = keys.shape[0], rows.return_final_state
+        grid = block_grid(keys, self.window, past, rows)
+        # without a cache and without packing only block 0 is the first of a document
         is_alone = grid.block is None and not wants_state
         if is_alone:
             tokens = _windows(keys, grid), _windows(values, grid)

@@ -1,6 +1,6 @@
 """Attention to a block's context states and to the best of many older ones, a memory without gradients.
 
-The outlook of Block-State Transformers, after Memorizing Transformers (arXiv 2203.08913): each layer keeps the last M
+Future work of the Block-State paper, after Memorizing Transformers (arXiv 2203.08913): each layer keeps the last M
 context states of finished blocks, and the softmax of a token's query also covers the k with the largest logits.
 """
 
@@ -26,8 +26,7 @@ class RetrievingStates(ContextStates):
     def forward(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows, *, head_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, States]:
-        (batch, length), seen = x.shape[:2], past.get("seen")
-        grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
+        grid = block_grid(x, self.window, past, rows)
         keys, values, states = self.by_block(x, grid, past, rows)
         blocks = grid.to_blocks(scaled_queries(queries, head_scale))
         attended, memory = self._attend(blocks, keys, values, grid, past)

@@ -91,8 +91,7 @@ class AdaptiveSoftmax(nn.Module):
     are the embedding's: a band's scores are E_b P_b^T h, those of the first band E_0 h.
 
     Args:
-        base: whose `embed_tokens`, an `AdaptiveEmbedding`, it reads: whatever stands there now, as PEFT may put a copy
-            there to train it.
+        base: whose current `embed_tokens`, an `AdaptiveEmbedding`, it reads: PEFT may replace it by a trainable copy.
         dropout: of what is mapped to scores.
     """
 

@@ -5,7 +5,7 @@ and the encoder-decoder of namisan/mt-dnn by those of `convert_official_seq2seq`
 
 IN is what fairseq's trainer saves, a dict with the state dict under "model" and its settings under "cfg" (or "args"),
 or a bare state dict, or safetensors. Only tensors, plain values and the namespace of the settings are unpickled
-(`weights_only=True`). Sizes are read off the shapes; what shapes cannot tell (the window, dropout, the activation) is
+(`weights_only=True`). Sizes are inferred from shapes; other fields (the window, dropout, the activation) are
 read from the settings, and is that of Wikitext-103's preset where a file has none. The special tokens are those of
 fairseq's dictionaries, whatever the text: beginning 0, padding 1, end 2 and, without a field in the configuration,
 unknown 3.
@@ -59,7 +59,7 @@ TIED: list[Rule] = [
 ]
 """Copies of tensors that have our name."""
 S4 = r"decoder\.layers\.(\d+)\.s4_module\.s4", r"model.layers.\1.mixing.ssm"
-# versions, and buffers that only tell a device and a dtype
+# versions, and buffers without values of their own
 WITHOUT_CONTENT = re.compile(
     r"decoder\.((adaptive_softmax\.)?version|(embed_tokens|adaptive_softmax\.head)\._float_tensor)"
 )
@@ -95,11 +95,11 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def infer_config(
     converted: dict[str, torch.Tensor], settings: dict[str, Any] | None = None, **overrides: Any
 ) -> SpadeConfig:
-    """The configuration that the shapes of the (converted) tensors say.
+    """The configuration, inferred from the shapes of the (converted) tensors.
 
     Args:
         converted: tensors by our names.
-        settings: fairseq's, for what shapes cannot tell.
+        settings: fairseq's, for other fields.
         overrides: fields that are to be otherwise.
 
     Raises:
@@ -135,7 +135,7 @@ def _systems(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _from_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What fairseq's settings say of the configuration."""
+    """Fields of the configuration from fairseq's settings."""
     fields = known_settings(settings, SETTINGS)
     if "dropout" in fields:
         fields["embedding_dropout"] = fields["dropout"]  # fairseq has one rate for both
@@ -170,7 +170,7 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM | SpadeFor
 
     Args:
         source: the checkpoint file.
-        overrides: fields of the configuration that are to be other than the file says, such as `sliding_window`.
+        overrides: fields of the configuration that replace those of the file, such as `sliding_window`.
 
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.

@@ -99,11 +99,11 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def infer_config(
     converted: dict[str, torch.Tensor], settings: dict[str, Any] | None = None, **overrides: Any
 ) -> SpadeSeq2SeqConfig:
-    """The configuration that the shapes of the (converted) tensors say.
+    """The configuration, inferred from the shapes of the (converted) tensors.
 
     Args:
         converted: tensors by our names.
-        settings: the official config.json, for what shapes cannot tell.
+        settings: the official config.json, for other fields.
         overrides: fields that are to be otherwise.
 
     Raises:
@@ -143,7 +143,7 @@ def _number_of_layers(stack: str, converted: dict[str, torch.Tensor]) -> int:
 
 
 def _from_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the official config.json says of our configuration."""
+    """Fields of the configuration from the official config.json."""
     if named := [f"{name} ({what})" for name, what in REFUSED.items() if settings.get(name)]:
         raise ValueError(f"The checkpoint's config.json asks for {' and '.join(named)}.")
     fields = known_settings(settings, SETTINGS)
@@ -180,7 +180,7 @@ def convert(official: dict[str, torch.Tensor], config_path: Path, **overrides: A
     Args:
         official: its tensors.
         config_path: the config.json beside them, if there is one.
-        overrides: fields of `SpadeSeq2SeqConfig` that are to be other than both say.
+        overrides: fields of `SpadeSeq2SeqConfig` that replace those of both.
 
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others; settings that this

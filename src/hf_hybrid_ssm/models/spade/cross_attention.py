@@ -1,4 +1,4 @@
-"""The decoder's attention to the encoder's output, whose keys and values a cache holds: those of one source."""
+"""Cross-attention of the decoder, and its cache: keys and values of one source."""
 
 import weakref
 
@@ -56,7 +56,7 @@ _GIVEN: weakref.WeakKeyDictionary[RecurrentStateLayer, weakref.ref[torch.Tensor]
 
 
 def check_source(cache: EncoderDecoderCache, source: torch.Tensor, encoder_states: torch.Tensor) -> None:
-    """A target goes on with the source it began with, whose keys and values the cache holds.
+    """Refuse a source other than the one whose keys and values the cache holds.
 
     `generate` gives the same tensor at every step, whose values need not be compared.
 

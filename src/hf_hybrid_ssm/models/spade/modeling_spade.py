@@ -57,7 +57,7 @@ class ScaleNorm(nn.Module):
 class TimeBatchNorm(nn.BatchNorm1d):
     """Batch normalisation of (B, L, D) over batch and time: over the tokens that are not padding.
 
-    The running statistics take in each batch once, also where gradient checkpointing runs the forward again.
+    Each batch updates the running statistics once, also where gradient checkpointing recomputes the forward.
     """
 
     def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,12 +76,12 @@ class TimeBatchNorm(nn.BatchNorm1d):
         mean = (wide * counts).sum((0, 1)) / count
         variance = ((wide - mean).square() * counts).sum((0, 1)) / count
         if not repeats:
-            self._take_in(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
+            self._update_statistics(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
         normalised = (wide - mean) * torch.rsqrt(variance + self.eps)
         return (normalised * self.weight + self.bias).to(x.dtype)
 
     @torch.no_grad()
-    def _take_in(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move the running statistics towards those of a batch, as torch does."""
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
         assert self.num_batches_tracked is not None
@@ -99,7 +99,7 @@ def build_norm(config: SpadeConfig) -> nn.Module:
 
 
 def normalised(norm: nn.Module | None, x: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
-    """norm(x) of (B, L, d), x itself without a norm; what is taken over tokens leaves the padding in `rows` out."""
+    """norm(x) of (B, L, d), or x without a norm; batch statistics leave the padding in `rows` out."""
     if isinstance(norm, TimeBatchNorm):
         return norm(x, None if rows is None else rows.token_mask)
     return x if norm is None else norm(x)
@@ -210,7 +210,7 @@ class SpadeBlock(GradientCheckpointingLayer):
         return x if self.is_pre else normalised(norm, x, rows)
 
 
-# weights of a language model or a decoder, which an encoder leaves unread
+# weights of a language model or a decoder, which an encoder ignores
 NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
 
 
@@ -280,7 +280,7 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
     if config.adaptive_cutoffs is not None:
         bands = [*config.adaptive_cutoffs, config.vocab_size]
         return AdaptiveEmbedding(bands, config.hidden_size, config.adaptive_factor)
-    # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+    # no padding_idx: the end-of-text token often also pads, and its embedding must be learnt
     return nn.Embedding(config.vocab_size, config.hidden_size)
 
 
@@ -310,7 +310,7 @@ class SpadeStack(HybridModelMixin):
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
-        if not isinstance(self.layers[0], nn.Identity):  # else a pipeline's earlier process has done it
+        if not isinstance(self.layers[0], nn.Identity):  # else the first stage of a pipeline has done it
             hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
         return self._through_layers(hidden_states, self._shared_bias(), rows, cache=cache)
 

@@ -59,7 +59,7 @@ def sizes_of_systems(converted: dict[str, torch.Tensor], layers: str) -> dict[st
 
 
 def known_settings(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """What official settings say of our configuration, by official names and ours."""
+    """Fields of our configuration from official settings; `names` are official and ours."""
     fields = {ours: settings[name] for name, ours in names.items() if settings.get(name) is not None}
     if settings.get("local_radius") is not None:
         fields["sliding_window"] = settings["local_radius"] + 1  # which counts the other tokens of one side only
