@@ -1,4 +1,7 @@
-"""Random calls of every op that has a C kernel: sizes that fill no vector, rows apart, documents, ragged rows."""
+"""Random calls of every op that has a C kernel: sizes that fill no vector, rows apart, documents, ragged rows.
+
+`deviation` is the one comparison of all implementations with the float64 reference, gradients included.
+"""
 
 from collections.abc import Callable
 from random import Random
@@ -30,9 +33,10 @@ Call = Callable[[str], Any]
 class Drawn:
     """What one case is made of; the same seed draws the same."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, rounded: torch.dtype = torch.float32):
+        """Numbers that `rounded` holds, as tensors of `dtype`."""
         self.random, self.generator = Random(seed), torch.Generator().manual_seed(seed)
-        self.batch, self.leaves = self.random.randint(1, 3), []
+        self.batch, self.leaves, self.dtype, self.rounded = self.random.randint(1, 3), [], dtype, rounded
 
     def size(self, largest: int, least: int = 1) -> int:
         """Most often small, sometimes a multiple of sixteen."""
@@ -46,7 +50,7 @@ class Drawn:
     def floats(self, *shape: int, leaf: bool = True, apart: bool = False) -> torch.Tensor:
         """Normal; with `apart`, rows of a longer tensor."""
         wide = (*shape[:-1], shape[-1] + self.random.randint(0, 3)) if apart else shape
-        x = torch.randn(wide, generator=self.generator)[..., : shape[-1]]
+        x = torch.randn(wide, generator=self.generator).to(self.rounded).to(self.dtype)[..., : shape[-1]]
         return self.leaf(x) if leaf else x
 
     def leaf(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,10 +143,11 @@ def convolution_token(drawn: Drawn) -> Call:
     batch, width, taps = drawn.batch, drawn.size(50), drawn.size(6)
     x, weight = drawn.floats(batch, width, leaf=False, apart=True), drawn.floats(width, taps, leaf=False)
     state = drawn.floats(batch, taps - 1, width, leaf=False)
+    options = {"bias": drawn.optional(width), "activation": drawn.random.choice([None, "silu"])}
 
     def run(backend: str):
         after = state.clone()
-        return causal_conv_of_token(x, after, weight, activation="silu", backend=backend), after
+        return causal_conv_of_token(x, after, weight, **options, backend=backend), after
 
     return run
 
@@ -283,7 +288,7 @@ def implicit(drawn: Drawn) -> Call:
     x, lengths = drawn.floats(drawn.batch, length, width, apart=True), options["lengths"]
 
     def run(backend: str):
-        form = "fft" if backend == "native" else "recurrent"
+        form = "recurrent" if backend == "reference" else "fft"
         options["return_final_state"] = True
         return _real(implicit_attention(x, weight, collapse=collapse, **options, form=form, backend=backend), lengths)
 
@@ -324,20 +329,20 @@ CANCELLING = ("attention", "implicit")
 """Ops whose gradients cancel: those of keys that all get the same are zero but for rounding."""
 
 
-def deviation(name: str, seed: int) -> float:
-    """How far the C kernel's outputs and gradients are from the reference's, relative to the largest of each.
+def deviation(name: str, seed: int, implementation: str = "native", dtype: torch.dtype = torch.float32) -> float:
+    """How far outputs and gradients in `dtype` are from the reference's in float64, relative to the largest of each.
 
     What is below a hundredth counts as a hundredth. In attention, whose gradients cancel (those of a query that sees
     one key are zero but for rounding), what is below a hundredth of the case's largest counts as that.
     """
     found = []
-    for backend in ("native", "reference"):
-        drawn = Drawn(seed)
+    for backend, given in ((implementation, dtype), ("reference", torch.float64)):
+        drawn = Drawn(seed, given, dtype)
         with torch.set_grad_enabled(not name.endswith("_token")):
             outputs = CASES[name](drawn)(backend)
         outputs = [part for part in (outputs if isinstance(outputs, tuple) else (outputs,)) if part is not None]
         weights = torch.Generator().manual_seed(seed)
-        loss = sum((part * torch.randn(part.shape, generator=weights)).sum() for part in outputs)
+        loss = sum((part * torch.randn(part.shape, generator=weights).to(part.dtype)).sum() for part in outputs)
         leaves = () if name.endswith("_token") else tuple(drawn.leaves)  # steps have no gradients
         gradients = leaves
         if leaves and isinstance(loss, torch.Tensor) and loss.requires_grad:

@@ -31,49 +31,6 @@ def test_equals_a_padded_convolution(backend):
     assert torch.equal(state, inputs["x"][:, -3:])
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_torch_equals_reference(data):
-    check_against_reference(data, "torch", F64, st.integers(1, 4), 1e-12)
-
-
-@needs_compiler
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_native_equals_reference(data):
-    check_against_reference(data, "native", torch.float32, st.sampled_from([1, 3, 15, 16, 17, 40, 130]), 2e-5)
-
-
-def check_against_reference(data, backend, dtype, channels, tolerance):
-    batch, length = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([*range(13), 63, 64, 65, 130]))
-    inputs = draw(batch, length, data.draw(channels), data.draw(st.integers(1, 5)))
-    for optional in ("bias", "initial_state"):
-        if data.draw(st.booleans()):
-            inputs.pop(optional)
-    options = {"activation": data.draw(st.sampled_from([None, "silu"]))}
-    rows = torch.ones(batch, length, 1, dtype=F64)
-    if data.draw(st.booleans()):
-        steps = st.lists(st.integers(0, 1), min_size=length, max_size=length)
-        options["seq_idx"] = torch.tensor([data.draw(steps) for _ in range(batch)], dtype=torch.int64).view(
-            batch, length
-        )
-        options["seq_idx"] = options["seq_idx"].cumsum(1)
-    if data.draw(st.booleans()):
-        options["lengths"] = torch.tensor([data.draw(st.integers(0, length)) for _ in range(batch)])
-        rows = (torch.arange(length) < options["lengths"][:, None])[..., None].to(F64)
-
-    def results(backend, dtype):
-        leaves = {name: value.to(dtype).requires_grad_() for name, value in inputs.items()}
-        y, state = causal_conv(**leaves, **options, return_final_state=True, backend=backend)
-        weights = (torch.linspace(-1, 2, y.numel(), dtype=F64).view(y.shape) * rows).to(dtype)
-        ((y * weights).sum() + (state * 0.7).sum() + 0 * sum(leaf.sum() for leaf in leaves.values())).backward()
-        return [y * rows, state, *(leaf.grad for leaf in leaves.values())]
-
-    for ours, expected in zip(results(backend, dtype), results("reference", F64)):
-        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-        torch.testing.assert_close(ours.to(F64), expected, rtol=tolerance, atol=tolerance * scale)
-
-
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.sets(st.integers(0, 12)), width=st.integers(1, 6))
 def test_pieces_equal_the_whole(cuts, width):
@@ -86,18 +43,6 @@ def test_pieces_equal_the_whole(cuts, width):
         rows.append(y)
     torch.testing.assert_close(torch.cat(rows, 1), whole)
     torch.testing.assert_close(state, final)
-
-
-def test_gradcheck():
-    inputs = [value.requires_grad_() for value in draw(2, 6, 3, 4).values()]
-    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
-
-    def conv(x, weight, bias, state):
-        return causal_conv(
-            x, weight, bias, activation="silu", initial_state=state, seq_idx=seq_idx, return_final_state=True
-        )
-
-    assert torch.autograd.gradcheck(conv, inputs)
 
 
 def test_half_precision_rounds_once():

@@ -206,19 +206,6 @@ def test_diagonal_scan_is_the_recurrence(dtype, length, packed, ragged, seed):
         assert torch.equal(state[0], options["initial_state"][0])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_diagonal_scan_gradcheck(dtype, packed):
-    decay = (0.9 * torch.exp(1j * draw(3)) if dtype.is_complex else torch.sigmoid(draw(3))).requires_grad_()
-    x, start = draw(2, 40, 3, dtype=dtype).requires_grad_(), draw(2, 3, seed=1, dtype=dtype).requires_grad_()
-    seq_idx = documents(2, 40, 2) if packed else None
-
-    def run(decay, x, start):
-        return diagonal_scan(decay, x, initial_state=start, seq_idx=seq_idx, return_final_state=True)
-
-    assert torch.autograd.gradcheck(run, (decay, x, start), fast_mode=True)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_over_a_long_row(form):
     s = system(form, 64)

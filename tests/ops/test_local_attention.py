@@ -115,37 +115,6 @@ def real_tokens(x, lengths):
     return torch.where((torch.arange(x.shape[2]) < lengths[:, None])[:, None, :, None], x, 0)
 
 
-@pytest.mark.parametrize("backend, dtype", [("torch", torch.float64), NATIVE])
-@settings(max_examples=120, deadline=None)
-@given(problem=problems())
-def test_equals_dense_forward_and_gradient(backend, dtype, problem):
-    options, rows = problem["options"], {"lengths": problem["lengths"]}
-    exact = dtype == torch.float64
-    leaves = [x.clone().requires_grad_() for x in problem["inputs"]]
-    for name in ("bias", "sink_logits", "sink_values"):
-        if options.get(name) is not None:
-            leaves.append(options[name].clone().requires_grad_())
-            options = {**options, name: leaves[-1]}
-    expected = dense(*leaves[:3], **options, zero_keys=problem["zero_keys"], documents=problem["documents"], **rows)
-    given = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    given |= {"zero_kv_sink": problem["zero_keys"], "seq_idx": problem["documents"], "backend": backend}
-    y, _ = local_attention(*(x.to(dtype) for x in leaves[:3]), **given, **rows)
-    assert torch.isfinite(y).all()
-    expected, y = real_tokens(expected, problem["lengths"]), real_tokens(y.double(), problem["lengths"])
-    torch.testing.assert_close(y, expected, rtol=1e-11 if exact else 1e-5, atol=1e-12 if exact else 1e-5)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    wanted = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True)
-    gradients = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    for gradient, want in zip(gradients, wanted):
-        zero = torch.zeros(())
-        torch.testing.assert_close(
-            zero if gradient is None else gradient + zero,
-            zero if want is None else want + zero,
-            rtol=1e-9 if exact else 1e-4,
-            atol=1e-11 if exact else 3e-5,
-        )
-
-
 @settings(max_examples=25, deadline=None)
 @given(problems())
 def test_reference_equals_dense(problem):
@@ -222,43 +191,6 @@ def test_steps_from_an_empty_state_and_rows_that_stop(zero_keys):
         torch.testing.assert_close(y[0, :, 0], whole[0, :, t], rtol=1e-11, atol=1e-12)
         if lengths[1]:
             torch.testing.assert_close(y[1, :, 0], whole[1, :, done[1]], rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (4, 0)},
-        {"window": (5, -1), "zero_kv_sink": True},
-        {"window": (3, 3)},
-    ],
-    ids=["causal", "strict", "two-sided"],
-)
-def test_gradcheck(options, length):
-    inputs = [x.requires_grad_() for x in random_inputs(1, length, 5)]
-    bias = torch.randn(HEADS, 7, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda q, k, v, bias: local_attention(q, k, v, bias=bias, **options)[0], (*inputs, bias))
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("length", [5, 20])
-@pytest.mark.parametrize("window", [(4, 0), (5, -1)])
-@pytest.mark.parametrize("rows", [1, 2, 4], ids=["for keys' heads", "for queries' heads", "for queries' own keys"])
-def test_gradcheck_of_a_sink(rows, window, length, backend):
-    """That is absent within the window and for one head, with a value for two heads of queries or for each."""
-    generator = torch.Generator().manual_seed(1)
-    groups = {1: 1, 2: 1, 4: 2}[rows]
-    shapes = [(1, 2, length, 3), (1, groups, length, 3), (1, groups, length, 2), (2, 7), (1, 2, length)]
-    shapes.append((2 if rows > 1 else 1, 2))
-    *leaves, bias, logits, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    absent = torch.arange(length) <= window[0]
-    absent = torch.stack([absent, torch.ones_like(absent)])
-
-    def attend(q, k, v, bias, logits, values):
-        sink = {"sink_logits": logits.masked_fill(absent, -torch.inf), "sink_values": values}
-        return local_attention(q, k, v, bias=bias, window=window, **sink, backend=backend)[0]
-
-    torch.autograd.gradcheck(attend, [x.requires_grad_() for x in (*leaves, bias, logits, values)])
 
 
 @pytest.mark.parametrize("backend, dtype", [("torch", torch.float64), ("reference", torch.float64), NATIVE])

@@ -1,6 +1,5 @@
 """Long convolution: every form computes the sum it stands for, and nothing passes between documents."""
 
-import math
 from contextlib import contextmanager
 from itertools import pairwise, product
 
@@ -202,30 +201,6 @@ def test_the_form_is_that_of_least_cost():
         products, transform, monarch = (cost(length, length) for cost in (toeplitz_cost, fft_cost, monarch_cost))
         assert monarch.bytes > transform.bytes > products.bytes
         assert monarch.seconds() > transform.seconds()
-
-
-def test_toeplitz_cost_counts_tiles():
-    """Of 64 tokens: the pairs of blocks that some tap connects."""
-    for length, taps, future in ((640, 640, 0), (640, 65, 0), (640, 66, 3), (640, 200, 639), (64, 1, 0)):
-        blocks = range(-(-length // 64))
-        tiles = sum(
-            1
-            for out in blocks
-            for source in blocks
-            if 64 * (out - source) - 63 < taps and 64 * (source - out) - 63 <= future
-        )
-        assert toeplitz_cost(length, taps, future).matrix_flops == pytest.approx(3 * 2 * 64 * tiles / len(blocks))
-
-
-def test_transforms_cost_two_and_a_half_n_log_n():
-    """Of real numbers, there and back, for each of the row's tokens; the memory's share does not grow with log n."""
-    for length, taps in ((1024, 1024), (1024, 64), (4096, 100_000), (1 << 15, 1 << 15)):
-        points = length + min(taps, length)
-        cost = fft_cost(length, taps)
-        assert cost.flops == pytest.approx(2 * 2.5 * points * math.log2(points) / length) and cost.matrix_flops == 0
-        through_memory = 2 if points > 1 << 14 else 1  # times that each transform reads and writes its points
-        passes = 4 + points / length * (1 + 2 * 2 * through_memory + 3)  # tokens; padding, transforms, product
-        assert cost.bytes == pytest.approx(4 * passes)
 
 
 def test_documents_of_unequal_length_are_not_padded(monkeypatch):

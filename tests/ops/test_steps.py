@@ -9,10 +9,8 @@ from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest, empty_state
 from tests.host_syncs import as_on_an_accelerator
 from tests.row_options import (
-    causal_conv,
     causal_conv_of_token,
     local_attention,
-    longhorn_scan,
     longhorn_scan_of_token,
     slots_token,
     systems_token,
@@ -36,54 +34,6 @@ def check(got, want, dtype):
 
 def dtypes(backend):
     return (torch.float32, torch.bfloat16) if backend == "native" else tuple(TOLERANCE)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batch, channels, width", [(1, 16, 4), (3, 37, 1), (2, 5, 2)])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_step_of_the_convolution(backend, batch, channels, width, activation):
-    for dtype in dtypes(backend):
-        x = draw(batch, 2 * channels, dtype=dtype)[:, channels:]  # rows that lie apart, as a projection's half does
-        weight, bias = draw(channels, width, dtype=dtype), draw(channels, dtype=dtype)
-        state = draw(batch, width - 1, channels, seed=1, dtype=dtype)
-        options = {"activation": activation, "initial_state": state.clone(), "return_final_state": True}
-        want = causal_conv(x.unsqueeze(1), weight, bias, backend="reference", **options)
-        y = causal_conv_of_token(x, state, weight, bias, activation=activation, backend=backend)
-        check((y, state), (want[0][:, 0], want[1]), dtype)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "batch, channels, states, heads", [(1, 16, 16, 0), (3, 37, 5, 0), (2, 5, 33, 0), (2, 12, 5, 3)]
-)
-@pytest.mark.parametrize("plain", [True, False])
-def test_step_of_the_scan(backend, batch, channels, states, heads, plain):
-    for dtype in dtypes(backend):
-        x, z = draw(batch, 2 * channels, dtype=dtype).chunk(2, -1)
-        k, q = draw(batch, 2 * states * max(heads, 1), seed=1, dtype=dtype).chunk(2, -1)
-        if heads:
-            k, q = k.unflatten(1, (heads, states)), q.unflatten(1, (heads, states))
-        logit = draw(batch, channels, seed=2, dtype=dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        state = draw(batch, channels, states, seed=3, dtype=wide)
-        options = {} if plain else {"beta_bias": draw(channels, dtype=wide), "D": draw(channels, seed=4, dtype=wide)}
-        rows = {} if plain else {"z": z.unsqueeze(1)}
-        inputs = [part.unsqueeze(1) for part in (x, logit, k, q)]
-        held = {"initial_state": state.clone(), "return_final_state": True}
-        want = longhorn_scan(*inputs, **options, **rows, **held, backend="reference")
-        options |= {} if plain else {"z": z}
-        y = longhorn_scan_of_token(x, logit, k, q, state, **options, backend=backend)
-        check((y, state), (want[0][:, 0], want[1]), dtype)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
-def test_the_scans_state_is_contiguous(backend):
-    """It is overwritten where it lies, and kernels walk through it."""
-    x, logit, k, q = (draw(2, size, seed=size) for size in (6, 6, 5, 5))
-    apart = torch.zeros(2, 5, 8)[:, :, 1:7].mT
-    with pytest.raises(ValueError, match="state is overwritten and must be contiguous"):
-        longhorn_scan_of_token(x, logit, k, q, apart, backend=backend)
-    assert not apart.any()
 
 
 WINDOWS = {

@@ -3,8 +3,7 @@
 Four steps of the recurrence, written out, are a sum over the subsets of their tokens, f: with A_f, the product of
 Delta over f, and P_f, that of -k², a state becomes h + (sum over f of A_f P_f) h + sum over f of F_f W_f. The first
 factors belong to a channel, the second to a state, so that both sums are products of matrices, and so are the sums
-over channels that the gradients of k and q take. `tests/ops/test_longhorn_chunks.py` has the same equations, to be
-read.
+over channels that the gradients of k and q take. `docs/tensor_core_scan.md` writes them down.
 
 Token t belongs to f if its bit t is set. Entry r = 2^(t + 1) + f of what is read out is what token t, the highest of
 them, sees of the tokens f, which come no later: 2 + 4 + 8 + 16 entries in 32 places, the first two of them empty.
