@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.models.outputs import CACHE
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 TOLERANCE = 1e-4  # of the standard deviation of the logits; roundings of float32 reach 3e-5 of it
 SPREAD = 0.7  # of the matrices: wide, so that every layer and every state tells in the logits
@@ -40,130 +40,52 @@ DRAWS = 3  # of inputs, for each check
 WORDS, PADDING = 61, 0
 
 _SIZES = {"vocab_size": WORDS, "pad_token_id": PADDING, "bos_token_id": None, "eos_token_id": None}
-_HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+_NARROW = {"hidden_size": 32, "num_hidden_layers": 2}
+_HEADS = _NARROW | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
-_DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 48}
+_EXPERTS |= {"shared_expert_intermediate_size": 48}
+_BOTH = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+_DELTA |= {"linear_value_head_dim": 8}
+_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+_LATENT |= {"mlp_layer_types": ["dense", "dense"]}
+_WINDOWS = _NARROW | {"num_attention_heads": 4, "intermediate_size": 48, "sliding_window": 6}
+_KINDS = {"layer_types": ["longhorn", "window_attention", "full_attention"], "num_hidden_layers": 3}
+_LMU = {"lmu_order": 20, "lmu_theta": 24.0, "num_attention_heads": 4, "post_intermediate_size": 48}
+_NEMOTRON = {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8}
+_NEMOTRON |= {"ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "head_dim": 8}
+_NEMOTRON |= {name: value for name, value in _HEADS.items() if name != "num_hidden_layers"}
+_TWO = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8}
+Model = tuple[str, dict[str, Any]]
+"""The model type and the fields of its configuration."""
+OURS: dict[str, Model] = {
+    "Longhorn": ("longhorn", _NARROW),
+    "Longhorn, with attention": ("longhorn", {**_NARROW, **_KINDS, "num_attention_heads": 4, "sliding_window": 6}),
+    "SPADE": ("spade", _WINDOWS),
+    "BST": ("bst", {**_WINDOWS, "ssm_layers": [0]}),
+    "LMU-ISA": ("lmu_isa", _NARROW | _LMU),
 }
-_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_TAILS = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
-OURS: dict[str, dict[str, Any]] = {
-    "Longhorn": {"model_type": "longhorn", "hidden_size": 32, "num_hidden_layers": 2},
-    "Longhorn, with attention": {
-        "model_type": "longhorn",
-        "layer_types": ["longhorn", "window_attention", "full_attention"],
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "sliding_window": 6,
-    },
-    "SPADE": {"model_type": "spade", "num_hidden_layers": 2, "sliding_window": 6, **_TAILS},
-    "BST": {"model_type": "bst", "num_hidden_layers": 2, "sliding_window": 6, "ssm_layers": [0], **_TAILS},
-    "LMU-ISA": {
-        "model_type": "lmu_isa",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "lmu_order": 20,
-        "lmu_theta": 24.0,
-        "num_attention_heads": 4,
-        "post_intermediate_size": 48,
-    },
-}
-PEERS: dict[str, dict[str, Any]] = {
-    "Llama": {"model_type": "llama", "num_hidden_layers": 2, **_HEADS},
-    "Mamba": {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-    "Mamba-2": {
-        "model_type": "mamba2",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "state_size": 8,
-        "num_heads": 8,
-        "head_dim": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
-    },
-    "Jamba": {
-        "model_type": "jamba",
-        "num_hidden_layers": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        **_HEADS,
-    },
-    "Bamba": {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": [1], **_MAMBA2, **_HEADS},
-    "Falcon-H1": {"model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 64, **_MAMBA2, **_HEADS},
-    "Qwen3-Next": {
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 8,
-        **_DELTA,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 48,
-        **_HEADS,
-    },
-    "Qwen3.5": {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 8,
-        **_DELTA,
-        **_HEADS,
-    },
-    "OLMo Hybrid": {
-        "model_type": "olmo_hybrid",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        **_DELTA,
-        **_HEADS,
-    },
-    "Kimi Linear": {
-        "model_type": "kimi_linear",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["dense", "dense"],
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-        **_LATENT,
-        **_HEADS,
-        "num_key_value_heads": 4,
-    },
-    "Ling 3": {
-        "model_type": "bailing_hybrid",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["dense", "dense"],
-        "head_dim": 8,
-        **_LATENT,
-        **_HEADS,
-        "num_key_value_heads": 4,
-    },
-    "Nemotron-H": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "attention", "mlp"],
-        "head_dim": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
-        **_HEADS,
-    },
-    "Granite 4.0 H": {
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 2,
-        "layer_types": ["mamba", "attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 48,
-        **_MAMBA2,
-        **_HEADS,
-    },
+PEERS: dict[str, Model] = {
+    "Llama": ("llama", _HEADS),
+    "Mamba": ("mamba", {**_NARROW, "state_size": 8}),
+    "Mamba-2": ("mamba2", _NARROW | _TWO),
+    "Jamba": ("jamba", _HEADS | _JAMBA),
+    "Bamba": ("bamba", {**_HEADS, **_MAMBA2, "attn_layer_indices": [1]}),
+    "Falcon-H1": ("falcon_h1", {**_HEADS, **_MAMBA2, "mamba_d_ssm": 64}),
+    "Qwen3-Next": ("qwen3_next", {**_HEADS, **_BOTH, **_DELTA, **_EXPERTS, "head_dim": 8}),
+    "Qwen3.5": ("qwen3_5_text", {**_HEADS, **_BOTH, **_DELTA, "head_dim": 8}),
+    "OLMo Hybrid": ("olmo_hybrid", _HEADS | _BOTH | _DELTA),
+    "Kimi Linear": ("kimi_linear", {**_HEADS, **_BOTH, **_LATENT, "linear_num_heads": 4, "linear_head_dim": 8}),
+    "Ling 3": ("bailing_hybrid", {**_HEADS, **_BOTH, **_LATENT, "head_dim": 8}),
+    "Nemotron-H": ("nemotron_h", _NEMOTRON),
+    "Granite 4.0 H": (
+        "granitemoehybrid",
+        _HEADS
+        | _MAMBA2
+        | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
+    ),
 }
 MODELS = PEERS | OURS
 
@@ -171,8 +93,8 @@ MODELS = PEERS | OURS
 def build(name: str) -> PreTrainedModel:
     """The tiny model, without dropout; every draw of weights is the same."""
     torch.manual_seed(0)
-    fields = {**_SIZES, **MODELS[name]}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_type, fields = MODELS[name]
+    config = AutoConfig.for_model(model_type, **_SIZES | fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.pad_token_id = PADDING
     with torch.no_grad():

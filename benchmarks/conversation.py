@@ -22,28 +22,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 START_SECONDS = 300
-WORDS = [
-    "the",
-    "river",
-    "ran",
-    "slowly",
-    "past",
-    "an",
-    "old",
-    "mill",
-    "where",
-    "nobody",
-    "had",
-    "ground",
-    "corn",
-    "since",
-    "the",
-    "winter",
-    "of",
-    "the",
-    "great",
-    "flood",
-]
+TEXT = "the river ran slowly past an old mill where nobody had ground corn since the winter of the great flood"
 
 
 @contextmanager
@@ -110,10 +89,8 @@ def converse(address: str, folder: str, questions: list[str], max_tokens: int) -
 
 def questions_of(turns: int, tokens: int, answer: int) -> list[str]:
     """Of `tokens` in all, answers included: nearly a word is a token."""
-    words = max(tokens // turns - answer, 1)
-    return [
-        " ".join(WORDS[(turn * 7 + word * (turn + 1)) % len(WORDS)] for word in range(words)) for turn in range(turns)
-    ]
+    words, text = max(tokens // turns - answer, 1), TEXT.split()
+    return [" ".join(text[(turn * 7 + n * (turn + 1)) % len(text)] for n in range(words)) for turn in range(turns)]
 
 
 def main(arguments: list[str] | None = None) -> None:

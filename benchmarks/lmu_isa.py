@@ -1,25 +1,19 @@
 """LMU-ISA: its kernel against its products and the paper's FFT, growth with length, decoding, GPT-2 of equal width.
 
 The row of table 3 with a million parameters beside the embedding; a small vocabulary, so that the head does not hide
-the layers, and once with the paper's. Float32. `--forms` writes a table of its own: every form at several orders and
-lengths, the rate of the products against the machine's, and decoding against a Llama. With `--device cuda` the kernel,
-which runs on the CPU, is left out.
+the layers, and once with the paper's. Float32. With `--device cuda` the kernel, which runs on the CPU, is left out.
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from timing import exponent, paired_seconds, peak_megabytes_of, write_results
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from timing import exponent, megabytes_in_own_process, paired_seconds, peak_megabytes_of, write_results
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM
 from hf_hybrid_ssm.ops.core.dispatch import backend
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.legendre_memory.torch_backend import read_out
 
 VOCABULARY = 500
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
@@ -82,7 +76,7 @@ def against_fft(batch: int, rounds: int) -> dict:
         "times_as_fast_as_fft": round(seconds["fft"] / seconds[default_form()], 2),
     }
     if DEVICE == "cpu":
-        memory = {name: memory_in_own_process(name, batch) for name in steps}
+        memory = {name: megabytes_in_own_process(__file__, memory=name, batch=batch) for name in steps}
         figures["peak_megabytes"] = {name: round(value, 1) for name, value in memory.items()}
         figures["share_of_the_memory_of_fft"] = round(memory[KERNEL] / memory["fft"], 3)
     return figures
@@ -132,93 +126,10 @@ def decoding(rounds: int) -> dict:
     return {f"after {length} tokens": round(1000 * value, 2) for length, value in seconds.items()}
 
 
-def decoding_against_llama(rounds: int) -> dict:
-    """Width 512, 8 layers, one row: a block of deferred updates and more."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 8, **TOKENS}
-    lmu = LmuIsaForCausalLM(LmuIsaConfig(**sizes, post_intermediate_size=1178, attention_scale=512**-0.5))
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, intermediate_size=1376))
-    candidates = {"lmu_isa": decoding_step(lmu.to(DEVICE), 64), "llama": decoding_step(llama.to(DEVICE), 64)}
-    seconds = paired_seconds(candidates, rounds=40 * rounds)
-    figures: dict = {"milliseconds": {name: round(1000 * value, 2) for name, value in seconds.items()}}
-    return figures | {"times_the_time_of_llama": round(seconds["lmu_isa"] / seconds["llama"], 2)}
-
-
-def one_layer(rounds: int, tokens: int, lengths: list[int], presets: list[str]) -> dict:
-    """Microseconds a token of implicit attention alone, forward and as a training step, each form in its turn."""
-    figures: dict = {}
-    for preset in presets:
-        config = LmuIsaConfig.preset(preset)
-        rows, order, width = config.lmu_reduced_order, config.lmu_order, config.hidden_size
-        random = torch.Generator().manual_seed(0)
-        shapes = {"weight": (3, rows, order), "bias": (3, rows), "collapse": (rows,), "collapse_bias": (1,)}
-        parameters = {name: torch.randn(size, generator=random) / size[-1] ** 0.5 for name, size in shapes.items()}
-        for length in lengths:
-            x = torch.randn(max(1, tokens // length), length, width, generator=random)
-            candidates = {
-                f"{name} {part}": _layer_run(name, part, x, parameters, config)
-                for part in ("forward", "step")
-                for name in (*forms(), "chunked bfloat16")
-            }
-            seconds = paired_seconds(candidates, rounds=rounds, warm_up=1)
-            count = x.shape[0] * length
-            figures[f"{preset}: q={order}, q'={rows}, d={width}, L={length}"] = {
-                name: round(1e6 * value / count, 2) for name, value in seconds.items()
-            }
-    return figures
-
-
-def _layer_run(name: str, part: str, x: torch.Tensor, parameters: dict, config: LmuIsaConfig) -> Callable[[], None]:
-    form, *dtype = name.split()
-    dtype = torch.bfloat16 if dtype else torch.float32
-    x, *leaves = (t.to(DEVICE, dtype).requires_grad_(part == "step") for t in (x, *parameters.values()))
-    options = {"theta": config.lmu_theta, "form": "auto" if form == KERNEL else form}
-
-    def run() -> None:
-        with in_torch(form):
-            y, _ = implicit_attention(x, **dict(zip(parameters, leaves)), **options)
-            if part == "step":
-                torch.autograd.grad(y.sum(), (x, *leaves))
-        wait()
-
-    return run
-
-
-def matrix_products(rounds: int) -> dict:
-    """The rate of what reads the blocks of a row of 1024 tokens, four at a time, against products of the same size."""
-    rows, order, width, block, count = 66, 220, 204, 32, 4
-    figures: dict = {}
-    for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
-        sizes = [(block * rows, block), (block * rows, order), (count, block, width), (count, order, width)]
-        tensors = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
-        both, one = torch.cat(tensors[:2], 1), torch.randn(block + order, count * width, device=DEVICE).to(dtype)
-
-        def of_blocks(tensors=tensors) -> None:
-            for _ in range(8):
-                read_out(*tensors)
-            wait()
-
-        def single(both=both, one=one) -> None:
-            for _ in range(8):
-                torch.mm(both, one)
-            wait()
-
-        seconds = paired_seconds({"of blocks": of_blocks, "one product": single}, rounds=5 * rounds)
-        operations = 16 * both.numel() * one.shape[1]
-        figures[name] = {key: round(operations / value / 1e9, 1) for key, value in seconds.items()}
-        figures[name]["share"] = round(seconds["one product"] / seconds["of blocks"], 2)
-    return {"gigaflops": figures}
-
-
-def memory_in_own_process(name: str, batch: int) -> float:
-    command = [sys.executable, __file__, "--memory", name, "--batch", str(batch)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
 def main() -> None:
     global DEVICE
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small batch, short lengths, few rounds")
-    parser.add_argument("--forms", action="store_true", help="the table of forms alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory", choices=[KERNEL, "chunked", "fft"], help=argparse.SUPPRESS)
@@ -232,16 +143,6 @@ def main() -> None:
         return
     suffix = "" if DEVICE == "cpu" else "_cuda"
     batch, rounds = (2, 2) if arguments.quick else (8, 3)
-    if arguments.forms:
-        presets = ["55k", "1m"] if arguments.quick else ["55k", "200k", "500k", "1m", "10m-deep"]
-        lengths = [64, 1024] if arguments.quick else [16, 64, 256, 1024, 4096]
-        figures = {
-            "microseconds_per_token": one_layer(rounds, 1024 if arguments.quick else 4096, lengths, presets),
-            "matrix_products": matrix_products(rounds),
-            "decoding": decoding_against_llama(rounds),
-        }
-        write_results(f"lmu_isa_forms{suffix}", figures)
-        return
     lengths = [512, 1024] if arguments.quick else [1024, 2048, 4096, 8192, 16384]
     figures = {
         "training_step_at_1024": against_fft(batch, rounds),

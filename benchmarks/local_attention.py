@@ -5,13 +5,18 @@ Window 128 (causal: the token and the 127 before it), 12 heads of 64, float32, o
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timing import exponent, machine_arguments, paired_seconds, peak_megabytes_of, write_results
+from timing import (
+    exponent,
+    machine_arguments,
+    megabytes_in_own_process,
+    paired_seconds,
+    peak_megabytes_of,
+    write_results,
+)
 from torch import nn
 from transformers import LongT5Config
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
@@ -88,11 +93,6 @@ def without_projections(module: nn.Module) -> nn.Module:
     return module
 
 
-def memory_in_own_process(name: str, length: int, device: str) -> float:
-    command = [sys.executable, __file__, "--memory", name, "--length", str(length), "--device", device]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
@@ -129,7 +129,10 @@ def main() -> None:
         "times_as_fast_as_longt5_local_attention_two_sided": against_longt5,
         "times_as_fast_as_longt5_local_attention_two_sided_with_projections": whole_sublayer,
         "peak_megabytes": {
-            str(length): {name: round(memory_in_own_process(name, length, device), 1) for name in ("window", "masked")}
+            str(length): {
+                name: round(megabytes_in_own_process(__file__, memory=name, length=length, device=device), 1)
+                for name in ("window", "masked")
+            }
             for length in compared
         },
     }

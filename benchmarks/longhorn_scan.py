@@ -3,12 +3,10 @@ transformers; what does it take of a whole block?
 
 Width 1536 (a model of 768), state 16, one row of 2048, float32; the kernel is C on a CPU and Triton on CUDA. The copy
 moves as many bytes as the scan must, which reads x, dt, k and q and writes y; its backward reads these and the
-gradient of y, and writes four gradients. "numba" is the same scan written for that compiler, forward only, where it is
-installed.
+gradient of y, and writes four gradients.
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -21,39 +19,7 @@ from hf_hybrid_ssm.ops.core.dispatch import KERNEL_OF
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 WIDTH, STATE = 1536, 16
-LANES = 16
 LABEL = {"cpu": "C", "cuda": "Triton"}
-
-
-def numba_scan() -> Callable:
-    """The scan of x, dt, y (L, D) and k, q (L, N): sixteen channels at a time, one thread a group of channels."""
-    import numba
-    import numpy as np
-
-    @numba.njit(fastmath=True, parallel=True)
-    def scan(x, dt, k, q, y):
-        length, width = x.shape
-        states = k.shape[1]
-        for tile in numba.prange(width // LANES):
-            first = tile * LANES
-            h = np.zeros((states, LANES), np.float32)
-            for t in range(length):
-                norm = np.float32(0)
-                for n in range(states):
-                    norm += k[t, n] * k[t, n]
-                delta = np.empty(LANES, np.float32)
-                out = np.zeros(LANES, np.float32)
-                for i in range(LANES):
-                    delta[i] = np.float32(1) / (np.exp(-dt[t, first + i]) + np.float32(1) + norm)
-                for n in range(states):
-                    for i in range(LANES):
-                        h[n, i] += delta[i] * k[t, n] * (x[t, first + i] - h[n, i] * k[t, n])
-                        out[i] += h[n, i] * q[t, n]
-                for i in range(LANES):
-                    y[t, first + i] = out[i]
-
-    numba.set_num_threads(torch.get_num_threads())
-    return scan
 
 
 def inputs(length: int, device: str = "cpu") -> list[torch.Tensor]:
@@ -113,18 +79,6 @@ def compiled_scan(length: int, device: str):
     return run
 
 
-def checked_numba(length: int) -> dict[str, Callable]:
-    if importlib.util.find_spec("numba") is None:
-        return {}
-    x, dt, k, q = (tensor.detach() for tensor in inputs(length))
-    y, compiled = torch.empty_like(x), numba_scan()
-    expected = longhorn_scan(x, dt, k, q, backend="reference")[0]
-    arrays = [tensor.squeeze(0).numpy() for tensor in (x, dt, k, q, y)]
-    compiled(*arrays)
-    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
-    return {"numba": lambda: compiled(*arrays)}
-
-
 def forward(length: int, rounds: int, device: str) -> dict:
     """Seconds of a forward, and what the machine could do at best."""
     kernel = LABEL[device]
@@ -134,7 +88,6 @@ def forward(length: int, rounds: int, device: str) -> dict:
     }
     if device == "cpu":
         candidates["torch, one thread"] = on_one_thread(candidates["torch"])
-        candidates |= checked_numba(length)
     candidates |= {
         "torch, compiled": compiled_scan(length, device),
         "copy of as many bytes": copy(moved(length), device),

@@ -5,12 +5,17 @@ interesting, where overhead shows most. "native" is the fused kernel: C on a CPU
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
-from timing import exponent, machine_arguments, paired_seconds, peak_megabytes_of, write_results
+from timing import (
+    exponent,
+    machine_arguments,
+    megabytes_in_own_process,
+    paired_seconds,
+    peak_megabytes_of,
+    write_results,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
@@ -106,11 +111,6 @@ def scaling(lengths: list[int], rounds: int, device: str) -> dict:
     return figures
 
 
-def memory_in_own_process(name: str, length: int, device: str) -> float:
-    command = [sys.executable, __file__, "--memory", name, "--length", str(length), "--device", device]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
@@ -125,7 +125,10 @@ def main() -> None:
         return
     lengths = [512, 1024, 2048] if arguments.quick else [512, 1024, 2048, 4096, 8192, 16384]
     memory = {
-        str(length): {name: round(memory_in_own_process(name, length, device), 1) for name in ("longhorn", "llama")}
+        str(length): {
+            name: round(megabytes_in_own_process(__file__, memory=name, length=length, device=device), 1)
+            for name in ("longhorn", "llama")
+        }
         for length in MEMORY_LENGTHS
     }
     figures = {

@@ -7,12 +7,10 @@ full attention is that without windows.
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
-from timing import machine_arguments, paired_seconds, peak_megabytes_of, write_results
+from timing import machine_arguments, megabytes_in_own_process, paired_seconds, peak_megabytes_of, write_results
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
 
@@ -69,12 +67,6 @@ def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], No
     return run
 
 
-def memory_in_own_process(name: str, length: int, device: str, quick: bool) -> float:
-    command = [sys.executable, __file__, "--memory", name, "--length", str(length), "--device", device]
-    command += ["--quick"] if quick else []
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
 def training_steps(length: int, rounds: int, device: str, depth: dict[str, int], quick: bool) -> dict:
     """Seconds and megabytes of every stack, and what the S4 adds to the seconds."""
     steps = {name: training_step(build(device, **depth, **fields), length) for name, fields in STACKS.items()}
@@ -82,7 +74,10 @@ def training_steps(length: int, rounds: int, device: str, depth: dict[str, int],
     return {
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "added_percent": round(100 * (seconds["with"] / seconds["without"] - 1), 1),
-        "peak_megabytes": {name: round(memory_in_own_process(name, length, device, quick)) for name in STACKS},
+        "peak_megabytes": {
+            name: round(megabytes_in_own_process(__file__, memory=name, length=length, device=device, quick=quick))
+            for name in STACKS
+        },
     }
 
 

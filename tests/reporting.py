@@ -69,7 +69,7 @@ JOBS = {
     ),
     "programs": Job(
         "10,000 random programs on models and their caches, with a page",
-        ("-m tests.programs.run --cases 10000 --report reports/programs",),
+        ("-m tests.programs.run --cases 10000 --report programs.md",),
     ),
     "matrix": _thorough(
         "PEFT, quantization, compiling, export, offloading: every family in every cell",

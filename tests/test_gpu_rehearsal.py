@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import ahead, child, models, plan, requirements
+from benchmarks.gpu import ahead, child, plan, requirements
 from benchmarks.gpu.__main__ import arguments_of, main
 from benchmarks.gpu.plan import PARTS, about, digest
 from benchmarks.gpu.settings import Settings
@@ -326,29 +326,6 @@ def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
         ahead.unpack(cache, archive)
 
 
-@pytest.mark.parametrize("what", ["output logits", "model.norm.weight"])
-def test_a_model_that_is_off_is_found(what, monkeypatch):
-    """On the device, which computes first."""
-    compute, computed = models.outputs_and_gradients, []
-
-    def wrong(model, inputs, device):
-        found = compute(model, inputs, device)
-        computed.append(found)
-        return found | ({what: 1.01 * found[what]} if len(computed) % 2 else {})
-
-    settings = Settings("cpu", True)
-    with settings.plain_torch():
-        assert "error" not in models.stack(settings, "Longhorn", "plain")
-        monkeypatch.setattr(models, "outputs_and_gradients", wrong)
-        assert "float32" in models.stack(settings, "Longhorn", "plain")["error"]
-
-
-def test_a_pattern_that_is_none_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        arguments_of(["--cases", "("])
-    assert "no regular" in capsys.readouterr().err
-
-
 @pytest.fixture
 def versions(monkeypatch):
     found = {}
@@ -372,12 +349,6 @@ def test_everything_that_is_missing_is_named_at_once(versions):
     ]
 
 
-def test_a_cards_machine_has_what_is_needed(versions, monkeypatch):
-    versions |= CARDS_MACHINE
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert requirements.problems("cuda") == []
-
-
 def test_nothing_is_needed_that_is_not_named():
     """Of what transformers does without, too: scipy is neither named nor taken."""
     named = {*requirements.REQUIRED, *requirements.ON_CUDA}
@@ -399,9 +370,3 @@ def test_floors_are_those_of_the_package():
     floors = {re.match(r"[\w-]+", line)[0]: re.search(r">=([\d.]+)", line)[1] for line in lines}
     for name, floor in (requirements.REQUIRED | requirements.ON_CUDA).items():
         assert name == "torch" or floors[name] == floor  # FlexAttention's gradients need a newer torch
-
-
-def test_a_cpu_only_rehearses(capsys):
-    with pytest.raises(SystemExit):
-        arguments_of(["--device", "cpu"])
-    assert "needs --rehearse" in capsys.readouterr().err

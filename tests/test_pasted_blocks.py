@@ -102,15 +102,6 @@ def test_a_shell_hands_on_what_is_meant(block, shell, tmp_path, monkeypatch):
     assert pasted(shell, block, tmp_path) == expected_words(block)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_what_a_shell_reads_otherwise_is_noticed(shell, tmp_path, monkeypatch):
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    block = "make demo\nhf-hybrid-ssm recipe sft train_files=[a.txt]    # mine\n"
-    words = [["make", "demo"], ["hf-hybrid-ssm", "recipe", "sft", "train_files=[a.txt]"]]
-    assert (pasted(shell, block, tmp_path) == words) == (shell == "bash")
-
-
 @pytest.mark.parametrize("block", SHELL_BLOCKS)
 def test_every_command_accepts_its_arguments(block):
     """By the parser of the command, without running it."""

@@ -188,12 +188,6 @@ def test_a_saved_adapter_has_the_whole_head(row, name, targets, tmp_path):
                 assert torch.equal(expected, got)
 
 
-def test_an_adapter_in_the_recurrence_is_found():
-    config = LoraConfig(r=2, target_modules=["x_proj", "in_proj"])
-    found = _in_the_recurrence(get_peft_model(own_language_model("longhorn"), config))
-    assert found and all("x_proj" in name for name in found)
-
-
 def test_peft_learns_the_families_when_it_is_imported():
     lines = """
 import sys, hf_hybrid_ssm

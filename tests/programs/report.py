@@ -1,6 +1,5 @@
-"""Counts of what was run, as a page and as JSON."""
+"""Counts of what was run, as a page."""
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,41 +7,37 @@ from pathlib import Path
 from tests.programs.interpreter import TOLERANCE, Outcome
 from tests.programs.models import VARIANTS
 from tests.programs.program import Feed, Illegal, Program
-from tests.reporting import made_by
+from tests.reporting import made_by, table, write_page
 
-INTRODUCTION = """# Random programs
-
+INTRODUCTION = """\
 A program is a list of instructions (feed, crop, reorder, select, repeat, reset, deepcopy, switch, compile, and illegal
 ones that must be refused and change nothing) run on a tiny model and its cache. After every feed the outputs of all
 real tokens are compared with a float64 forward of the token's document alone, without cache, mask or packing, by the
 step-by-step reference implementations. A deviation is relative to the largest value expected of the token (at least
-1); a program fails above {bounds}. Written by `python -m tests.reporting programs`.
-"""
+1); a program fails above {bounds}."""
 
 
 @dataclass
 class Tally:
-    """What `add` has seen, counted in several ways; each count is (programs, failures)."""
+    """What `add` has seen, counted in several ways: title of a table → name → programs."""
 
     cases: int = 0
-    failures: int = 0
     tokens: int = 0
     counts: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
-    failed: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     deviations: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOLERANCE, 0.0))
-    failed_seeds: dict[int, str] = field(default_factory=dict)
-    shrunk: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> int:
+        return len(self.failed)
 
     def add(self, seed: int, program: Program, outcome: Outcome) -> None:
         self.cases += 1
         self.tokens += outcome.tokens
         for title, names in _kinds(program).items():
             self.counts[title].update(names)
-            if outcome.failure is not None:
-                self.failed[title].update(names)
         if outcome.failure is not None:
-            self.failures += 1
-            self.failed_seeds[seed] = f"{program.variant}: {outcome.failure.splitlines()[0]}"
+            self.failed[seed] = f"{program.variant}: {outcome.failure.splitlines()[0]}"
         else:
             self.deviations[program.dtype] = max(self.deviations[program.dtype], outcome.deviation)
 
@@ -64,46 +59,16 @@ def _kinds(program: Program) -> dict[str, set[str]]:
     }
 
 
-def write(path: Path, tally: Tally, command: str, seconds: float) -> None:
-    """PATH.json and PATH.md."""
-    result = {
-        "made": made_by(command),
-        "seconds": round(seconds),
-        "programs": tally.cases,
-        "failures": tally.failures,
-        "tokens_compared": tally.tokens,
-        "largest_deviation": tally.deviations,
-        "tolerance": TOLERANCE,
-        "counts": {
-            title: {name: [count, tally.failed[title][name]] for name, count in sorted(counter.items())}
-            for title, counter in tally.counts.items()
-        },
-        "failed": {str(seed): text for seed, text in list(tally.failed_seeds.items())[:50]},
-        "shrunk": {str(seed): text for seed, text in tally.shrunk.items()},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(_page(result))
-
-
-def _page(result: dict) -> str:
-    bounds = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in TOLERANCE.items())
-    largest = ", ".join(f"{value:.1e} in {dtype}" for dtype, value in result["largest_deviation"].items())
-    lines = [
-        INTRODUCTION.format(bounds=bounds),
-        result["made"],
-        "",
-        f"**{result['programs']} programs, {result['failures']} failures**; {result['tokens_compared']} outputs "
-        f"compared, largest deviation {largest}.",
-        "",
-        "| | programs |",
-        "| --- | --- |",
+def write(path: Path | str, tally: Tally, command: str) -> None:
+    """A page in reports/."""
+    by_dtype = (TOLERANCE, tally.deviations)
+    bounds, largest = (", ".join(f"{value:.0e} in {dtype}" for dtype, value in of.items()) for of in by_dtype)
+    count = f"**{tally.cases} programs, {tally.failures} failures**"
+    said = f"{count}; {tally.tokens} outputs compared, largest deviation {largest}."
+    rows = [
+        [title, "; ".join(f"{name} {number}" for name, number in sorted(counter.items()))]
+        for title, counter in tally.counts.items()
     ]
-    for title, counter in result["counts"].items():
-        each = (
-            f"{name} {count}{f' ({failed} failed)' if failed else ''}" for name, (count, failed) in counter.items()
-        )
-        lines.append(f"| {title} | {'; '.join(each)} |")
-    if result["failed"]:
-        lines += ["", "## Failures", "", *(f"- seed {seed}, {text}" for seed, text in result["failed"].items())]
-    return "\n".join(lines) + "\n"
+    failed = "\n".join(f"- seed {seed}, {text}" for seed, text in list(tally.failed.items())[:50])
+    parts = (INTRODUCTION.format(bounds=bounds), said, table(["", "programs"], rows), failed)
+    write_page(path, "Random programs", made_by(command), *parts)

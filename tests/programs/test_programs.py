@@ -1,17 +1,15 @@
-"""A sample of random programs of every family, the programs that once failed, and whether the tester finds faults."""
+"""A sample of random programs of every family, and the programs that once failed."""
 
 import json
 
 import pytest
 
-from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from tests.programs.generate import generate
 from tests.programs.interpreter import run
 from tests.programs.models import FAMILIES, VARIANTS
-from tests.programs.program import STEPS, Feed, Malformed, Program
-from tests.programs.shrink import shrink, without_rows
+from tests.programs.program import STEPS, Malformed, Program
 
-PROGRAMS_PER_FAMILY = 60
+PROGRAMS_PER_FAMILY = 40
 
 
 def feed(*rows, starts=None, **more) -> dict:
@@ -96,7 +94,7 @@ def test_random_programs(family):
     for seed in range(PROGRAMS_PER_FAMILY):
         drawn = generate(seed, names[seed % len(names)], compiled=False)
         outcome = run(drawn)
-        assert outcome.failure is None, f"{outcome.failure}\n{shrink(drawn, outcome).dumps()}"
+        assert outcome.failure is None, f"{outcome.failure}\n{drawn.dumps()}"
 
 
 @pytest.mark.parametrize("name", ONCE_FAILED)
@@ -123,49 +121,6 @@ def test_every_instruction_is_drawn():
     assert set().union(*(program.instructions for program in drawn)) == set(STEPS)
     assert {program.variant for program in drawn} == set(VARIANTS)
     assert all(Program.loads(program.dumps()) == program for program in drawn[:100])
-
-
-FAULTS = {
-    "batch_select_indices": lambda layer, indices: None,
-    "batch_repeat_interleave": lambda layer, repeats: layer._map(
-        lambda state: state.repeat(repeats, *[1] * (state.dim() - 1))
-    ),
-    "reset": lambda layer: None,
-    "crop": lambda layer, tokens_to_remove: None,
-    "__deepcopy__": lambda layer, memo: layer,
-}
-
-
-@pytest.mark.parametrize("method", FAULTS)
-def test_faults_are_found_and_made_small(method, monkeypatch):
-    monkeypatch.setattr(RecurrentStateLayer, method, FAULTS[method], raising=False)
-    for seed in range(300):
-        drawn = generate(seed, "longhorn", compiled=False)
-        outcome = run(drawn)
-        if outcome.failure is not None:
-            break
-    small = shrink(drawn, outcome)
-    assert run(small).kind == outcome.kind
-    assert len(small.steps) <= 5
-    assert sum(step.length for step in small.steps if isinstance(step, Feed)) <= 6
-
-
-def test_dropping_rows_follows_them():
-    whole = program(
-        "longhorn",
-        feed([3], [4], [5]),
-        {"op": "select", "rows": [2, 0, 2]},
-        {"op": "repeat", "times": 2},
-        feed([6], [7], [8], [9], [10], [11]),
-    )
-    small = without_rows(whole, [0])
-    assert (
-        small.dumps()
-        == program(
-            "longhorn", feed([3]), {"op": "select", "rows": [0]}, {"op": "repeat", "times": 2}, feed([8], [9])
-        ).dumps()
-    )
-    assert run(whole).failure is None and run(small).failure is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.hub import check_folder
-from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from tests.models.test_longhorn_conversion import official_state_dict
 from tests.reporting import THOROUGH
@@ -252,21 +251,3 @@ def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tens
             return f"{name} differs from the file"
     silent = tensors.keys() - state.keys() - set(told["unexpected_keys"])
     return f"{sorted(silent)} were left out, which the report does not say" if silent else None
-
-
-def test_faults_are_found(tmp_path):
-    """A tensor unlike its file, a payload that runs, an unclear exception of this package."""
-    model, name = build("lmu-isa"), "model.norm.weight"
-    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    told: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
-    assert unfaithful(model, told, tensors) is None
-    gone = {key: value for key, value in tensors.items() if key != name}
-    assert "is in no file" in unfaithful(model, told, gone)
-    assert unfaithful(model, told | {"missing_keys": [name]}, gone) is None
-    assert "were left out" in unfaithful(model, told, tensors | {"more": torch.zeros(1)})
-    assert f"{name} differs" in unfaithful(model, told, tensors | {name: tensors[name] + 1})
-    pickle.loads(pickle.dumps(Payload(tmp_path)))
-    assert (tmp_path / "executed").exists()
-    with pytest.raises(AttributeError) as raised:
-        HybridConfigMixin.check_multiple(object(), "size", "of")  # type: ignore[arg-type]
-    assert from_this_package(raised.value) and not isinstance(raised.value, CLEAR)

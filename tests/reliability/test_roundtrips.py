@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.models.families import FAMILIES
-from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel
 from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits
 from tests.reporting import THOROUGH
@@ -180,38 +178,6 @@ def test_saved_and_loaded(variant, name, tmp_path, record_property):
 # -- these checks find what they look for ---------------------------------------------------------------------------
 
 
-def test_the_population_has_what_is_looked_for():
-    longhorn, spade = build("longhorn", "LonghornForCausalLM"), build("spade s4 trained")
-    assert ties_of(longhorn) == {frozenset({"lm_head.weight", "model.embed_tokens.weight"})}
-    assert ties_of(build("longhorn untied", "LonghornForCausalLM")) == set()
-    assert any(name.endswith("dt_bias") for name in kept_in_float32(longhorn))
-    assert {name.rpartition(".")[2] for name in kept_in_float32(spade)} >= set(S4.float32_parameters)
-
-
-def _change_a_bit(model):
-    next(p for name, p in model.named_parameters() if name.endswith("log_dt")).data.view(-1)[0] *= 1 + 2**-23
-
-
-def _untie(model):
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-
-
-SPOILT = {
-    "a bit": _change_a_bit,
-    "dtype": lambda model: model.model.layers[0].to(torch.float16),
-    "tie": _untie,
-    "training": lambda model: next(model.parameters()).requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_a_difference_is_found(spoil):
-    before, after = (build("spade s4 trained") for _ in range(2))
-    assert list(differences(before, after)) == []
-    SPOILT[spoil](after)
-    assert list(differences(before, after))
-
-
 def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
     """No file holds them, hence a reloaded model would have other ones."""
     model = build("longhorn + window and full attention", "LonghornModel")
@@ -219,40 +185,3 @@ def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
     assert not torch.equal(frequencies.to(torch.bfloat16).to(torch.float32), frequencies)
     assert torch.equal(model.half().rotary_emb.inv_freq, frequencies)
     assert model.double().rotary_emb.inv_freq.dtype == torch.float64
-
-
-def test_parameters_drawn_anew_after_a_load_are_found(monkeypatch, tmp_path):
-    """The fault that transformers' own `init` functions guard against: in-place writes that know no checkpoint."""
-    original = SpadePreTrainedModel._init_weights
-
-    def careless(self, module):
-        original(self, module)
-        if isinstance(module, S4):
-            module.reset_parameters()
-
-    def initialises_loaded_modules(self, *args, **kwargs):
-        for module in self.modules():
-            self._init_weights(module)
-
-    monkeypatch.setattr(SpadePreTrainedModel, "_init_weights", careless)
-    monkeypatch.setattr(SpadePreTrainedModel, "initialize_weights", initialises_loaded_modules)
-    options = (torch.float32,), [PLAINLY], [ONE_FILE]
-    faults = [fault for found in trips("spade s4 trained", "SpadeForCausalLM", tmp_path, *options) for fault in found]
-    assert any(".ssm." in fault or "log_dt" in fault for fault in faults)
-
-
-def test_a_remembered_filter_is_found():
-    """Outputs are compared too: a stale kernel is in no parameter and no buffer."""
-    before, after = (build("spade s4 window") for _ in range(2))
-    expected = outputs_of(before)
-    assert not outputs_differ(expected, outputs_of(after))
-    mixer = next(module for module in after.modules() if isinstance(module, S4))
-    tensors = {key: value.clone() for key, value in tensors_of(after).items()}
-    with torch.no_grad():
-        mixer.C.mul_(2)
-        after(input_ids=torch.arange(3, 60).unsqueeze(0))  # remembers the filter of the doubled C
-        remembered = dict(mixer._kernel_cache)
-        after.load_state_dict(tensors, strict=False)
-    mixer._clear_if_changed(mixer._own_tensors(mixer._all_parameters))
-    mixer._kernel_cache.update(remembered)
-    assert list(differences(before, after)) == [] and outputs_differ(expected, outputs_of(after))

@@ -9,20 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import hf_hybrid_ssm
 
 PACKAGE = Path(hf_hybrid_ssm.__file__).parent
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "recipes").rglob("*.py"))
-UNSAFE = [
-    "import pickle\n",
-    "import os\n\nos.system('ls')\n",
-    "import yaml\n\nyaml.load('x', yaml.Loader)\n",
-    "import torch as t\n\nt.hub.load('a', 'b')\n",
-    "from torch.utils.cpp_extension import load\n\nload('x', [])\n",
-]
 RUFF = f"ruff check --no-cache --output-format concise -q --config {ROOT / 'pyproject.toml'} --select S,TID251"
 
 
@@ -30,11 +21,6 @@ def findings(*arguments: str, source: str | None = None) -> str:
     """What ruff's rules of security say."""
     command = [sys.executable, "-m", *RUFF.split(), "--ignore", "S101,S311,S603", *arguments]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stdout
-
-
-@pytest.mark.parametrize("source", UNSAFE)
-def test_ruff_finds(source):
-    assert findings("--stdin-filename", "src/any.py", "-", source=source)
 
 
 def test_sources_are_safe():
