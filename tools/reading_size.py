@@ -74,7 +74,7 @@ def _kernels(module: Module) -> Iterator[str]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Dict):
             names = (value.value for value in node.values if isinstance(value, ast.Constant))
-            yield from (name for name in names if str(name).startswith("hf_hybrid_ssm.ops."))
+            yield from (str(name) for name in names if str(name).startswith("hf_hybrid_ssm.ops."))
 
 
 def _c_sources(path: Path) -> list[Path]:
