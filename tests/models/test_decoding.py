@@ -1,6 +1,5 @@
 """One token at a time: every family's step equals the full forward, whatever happened to the cache before."""
 
-
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
