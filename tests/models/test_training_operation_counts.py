@@ -35,6 +35,16 @@ TRAINING = {
     "bst sh s4d": ("bst sh s4d", {}, 260),
     "bst sh s5": ("bst sh s4d", {**SSM, "ssm_type": "s5"}, 276),
 }
+SIZES = {"hidden_size": 16, "num_attention_heads": 2}  # none changes how many operations there are
+BST = SIZES | {"head_dim": 8, "intermediate_size": 24, "num_context_states": 8, "ssm_layers": None}
+WINDOW = {"sliding_window": 128, "layer_types": ["window_attention"]}
+SPADE = SIZES | {"intermediate_size": 24, "ssm_layers": []}
+WINDOWS = {
+    "BST window": ("bst", BST | WINDOW, 155),
+    "SPADE window": ("spade", SPADE | {"sliding_window": 128}, 105),
+    "SPADE chunk": ("spade", SPADE | {"attention_type": "chunk", "chunk_size": 128}, 95),
+    "Longhorn window": ("longhorn", SIZES | WINDOW | {"num_key_value_heads": 2, "mlp_intermediate_size": 24}, 132),
+}
 
 
 def of_a_mixer(name: str, length: int, packed: bool, **options) -> int:
@@ -64,18 +74,23 @@ def test_s4(frozen, packed):
     assert of_a_mixer("s4", 2048, packed, trainable="none" if frozen else "all") <= S4[frozen][packed]
 
 
-def of_a_layer(variant: str, fields: dict, length: int) -> float:
+def of_a_layer(model_type: str, fields: dict, length: int) -> float:
+    """What a layer adds to a forward and backward pass."""
+
     def of_a_model(depth: int) -> int:
-        model_type, own = VARIANTS[variant]
-        layers = {"num_hidden_layers": depth, "ssm_layers": list(range(depth))}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TOKENS | own | fields | layers))
+        layers: dict = {"num_hidden_layers": depth}
+        if fields.get("ssm_layers"):
+            layers["ssm_layers"] = list(range(depth))
+        if "layer_types" in fields:
+            layers["layer_types"] = fields["layer_types"] * depth
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TOKENS | fields | layers))
         ids = torch.ones(2, length, dtype=torch.long)
 
         def step() -> None:
             model.zero_grad()
             model(ids, labels=ids, use_cache=False).loss.backward()
 
-        step()
+        step()  # tables are made once
         return count_operations(step).total()
 
     return (of_a_model(4) - of_a_model(2)) / 2
@@ -84,5 +99,28 @@ def of_a_layer(variant: str, fields: dict, length: int) -> float:
 @pytest.mark.parametrize("layer", TRAINING)
 def test_layers(layer):
     variant, fields, most = TRAINING[layer]
-    short, long = (of_a_layer(variant, fields, length) for length in (66, 264))
+    model_type, own = VARIANTS[variant]
+    short, long = (of_a_layer(model_type, own | fields, length) for length in (66, 264))
     assert short == long <= most
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window_layers(name):
+    model_type, fields, most = WINDOWS[name]
+    wide = fields | ({"chunk_size": 512} if "chunk" in name else {"sliding_window": 512})
+    counts = [of_a_layer(model_type, fields, 512), of_a_layer(model_type, fields, 2048)]
+    assert counts[0] == counts[1] <= most and of_a_layer(model_type, wide, 2048) <= most
+
+
+def test_recurrent_states_cost_the_same_few_operations_a_block():
+    """The recurrence over blocks is one in the paper too."""
+    fields = BST | {"sliding_window": 64, "recurrent_num_states": 8, "layer_types": ["block_recurrent"]}
+    short, long = (of_a_layer("bst", fields, length) for length in (256, 512))
+    assert (long - short) / 4 <= 66 and short <= 66 * 4 + 280
+
+
+def test_filters_of_context_states_are_read_at_the_ends_of_blocks_only():
+    """The context of many filters does not cost more for a longer row."""
+    fields = BST | {"sliding_window": 128, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 64}
+    counts = [of_a_layer("bst", fields | {"layer_types": ["bst"]}, length) for length in (512, 2048)]
+    assert counts[0] == counts[1] <= 350

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.state_layers import Recompute, RecurrentStateLayer
-from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 
 
@@ -247,15 +247,9 @@ def check_cache_without_states(cache: Cache | None, rows: PackedRows) -> None:
 
 
 def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
-    if is_held is None:
-        return
-    message = (
-        f"cache holds {what}, and a model with only full attention does not keep where: {remedy}, or use a new cache."
-    )
-    if not can_read_values(is_held):
-        torch._assert_async(~is_held, message)
-    elif bool(is_held):
-        raise ValueError(message)
+    if is_held is not None:
+        why = "and a model with only full attention does not keep where"
+        refuse_where(is_held, f"cache holds {what}, {why}: {remedy}, or use a new cache.")
 
 
 def begin_forward(cache: Cache | None) -> None:

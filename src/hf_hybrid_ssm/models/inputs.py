@@ -16,6 +16,17 @@ LISTED = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "use_ca
 LISTED |= {"debug_io", "debug_io_dir", "prune_layers", "shift_labels", "ignore_index"}
 
 
+def refuse_where(is_wrong: torch.Tensor, message: str) -> None:
+    """
+    Raises:
+        ValueError: `is_wrong` () bool is true; where the host cannot read it, an assertion of the device.
+    """
+    if not can_read_values(is_wrong):
+        torch._assert_async(~is_wrong, message)
+    elif bool(is_wrong):
+        raise ValueError(message)
+
+
 def check_arguments(model: nn.Module, others: dict[str, Any]) -> None:
     """A forward takes its own arguments, and `others` that transformers gives to any forward.
 

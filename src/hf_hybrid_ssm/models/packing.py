@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.inputs import check_position_ids
+from hf_hybrid_ssm.models.inputs import check_position_ids, refuse_where
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import Documents, Padding, Rows
 from hf_hybrid_ssm.ops.core.transforms import is_transforming
@@ -179,9 +179,7 @@ def resolve_packing(
     counts_documents: bool = False,
     has_states: bool = True,
     mask_name: str = "attention_mask",
-    return_final_state: bool = False,
-    capacity: int | None = None,
-    may_overwrite: Callable[[], bool] | None = None,
+    **others: Any,
 ) -> PackedRows:
     """The rows of one forward.
 
@@ -202,8 +200,7 @@ def resolve_packing(
         counts_documents: the layers need to know how many documents a row holds at most.
         has_states: some layer has a state, which has read the past as earlier masks said.
         mask_name: of the mask, in messages.
-        return_final_state, capacity: as of `Rows`.
-        may_overwrite: asked of a step, whether it may overwrite the states.
+        others: as of `packed_rows`.
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
@@ -259,9 +256,7 @@ def resolve_packing(
         mask_covers_cache=covers,
         needs_starts=needs_starts,
         before=before,
-        return_final_state=return_final_state,
-        capacity=capacity,
-        may_overwrite=may_overwrite,
+        **others,
     )
 
 
@@ -427,8 +422,7 @@ def check_columns_are_known(known: torch.Tensor | None, name: str) -> None:
     """
     if known is None or known.is_meta or torch.compiler.is_compiling():
         return
-    message = f"the cache holds padding, and it is not known where: give an {name} of all tokens so far."
-    if not can_read_values(known):
-        torch._assert_async((known == 0).all(), message)
-    elif bool(known.any()):
-        raise ValueError(message)
+    refuse_where(
+        (known != 0).any(),
+        f"the cache holds padding, and it is not known where: give an {name} of all tokens so far.",
+    )

@@ -65,19 +65,16 @@ class ImplicitAttention(nn.Module):
         state: torch.Tensor | DeferredMemory | None = past.get("memory")
         if "recent" in past:
             state = DeferredMemory(past["memory"], past["recent"], past["pending"])
-        parameters = self._parameters_in(x.dtype)
-        y, after = implicit_attention(x, **parameters, activation=self.activation, rows=rows, initial_state=state)
+        parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)
+        names = ("weight", "bias", "collapse", "collapse_bias")
+        options: dict[str, Any] = {name: None if p is None else p.to(x.dtype) for name, p in zip(names, parameters)}
+        options |= {"theta": self.theta, "scale": self.scale, "activation": self.activation}
+        y, after = implicit_attention(x, **options, rows=rows, initial_state=state)
         if isinstance(after, torch.Tensor):
             if decoder(x, self.activation) is None:
                 return y, {"memory": after}
             after = defer_updates(after)
         return y, {} if after is None else after._asdict()
-
-    def _parameters_in(self, dtype: torch.dtype) -> dict[str, Any]:
-        parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)
-        weight, bias, collapse, collapse_bias = (None if p is None else p.to(dtype) for p in parameters)
-        arrays = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
-        return {**arrays, "theta": self.theta, "scale": self.scale}
 
 
 def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
@@ -86,13 +83,8 @@ def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
     if config.first_sublayer == "window_attention":
         assert config.sliding_window is not None  # `LmuIsaConfig` refuses such layers without it
         left = config.sliding_window - 1
-    return LocalSelfAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        window=(left, 0),
-        bias=config.use_bias,
-        dropout=config.attention_dropout,
-    )
+    options = {"bias": config.use_bias, "dropout": config.attention_dropout}
+    return LocalSelfAttention(config.hidden_size, config.num_attention_heads, window=(left, 0), **options)
 
 
 def _feed_forward(config: LmuIsaConfig, width: int) -> FeedForward:
@@ -107,9 +99,8 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         norm = (config.hidden_size, config.layer_norm_epsilon)
         self.pre_norm, self.memory_norm, self.post_norm = (nn.LayerNorm(*norm) for _ in range(3))
-        has_attention = config.first_sublayer != "ffn"
-        self.attention = _attention(config) if has_attention else None
-        if not has_attention:
+        self.attention = None if config.first_sublayer == "ffn" else _attention(config)
+        if self.attention is None:
             self.pre_feed_forward = _feed_forward(config, config.pre_intermediate_size)
         self.memory = ImplicitAttention(
             config.lmu_order,
@@ -122,9 +113,7 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.post_feed_forward = _feed_forward(config, config.post_intermediate_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward_rows(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, rows: Rows
-    ) -> tuple[torch.Tensor, States]:
+    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         """The first two branches."""
         states: States = {}
         if self.attention is not None:
