@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Limits, Window, local_attention
@@ -17,6 +18,7 @@ class LocalSelfAttention(nn.Module):
         window, chunk_size: the keys a token sees, as `local_attention` takes them.
         bias: biases in the four maps.
         dropout: on the attention weights.
+        relative_bias: a bias by distance of its own.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class LocalSelfAttention(nn.Module):
         chunk_size: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        relative_bias: RelativeBias | None = None,
     ):
         super().__init__()
         self.num_heads, self.window, self.chunk_size, self.dropout = num_heads, Window.of(window), chunk_size, dropout
         sizes = (hidden_size, hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
+        self.relative_bias = relative_bias
 
     def forward(
         self,
@@ -47,8 +51,10 @@ class LocalSelfAttention(nn.Module):
         Args:
             past: has the fields of `AttentionState` by name, or is empty. `keys` may be `ServedKeys` where the window
                 is (None, 0).
-            rows, bias: as of `local_attention`.
+            rows, bias: as of `local_attention`; with a bias of its own `bias` is ignored.
         """
+        if self.relative_bias is not None:
+            bias = self.relative_bias(self.window.left)
         parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if x.shape[1] == 1:  # the same, in one operation
             q, k, v = (part.view(x.shape[0], self.num_heads, 1, -1) for part in parts)

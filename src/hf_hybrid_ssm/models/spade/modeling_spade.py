@@ -38,7 +38,7 @@ from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
+from hf_hybrid_ssm.ops.core.rows import Rows
 
 
 class ScaleNorm(nn.Module):
@@ -105,37 +105,27 @@ def normalised(norm: nn.Module | None, x: torch.Tensor, rows: PackedRows | None)
     return x if norm is None else norm(x)
 
 
-def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
-    """The keys a token sees, as `local_attention` takes them."""
-    if config.attention_type == "full":
-        return {"window": (None, 0 if is_causal else None)}
-    size = config.chunk_size if config.attention_type == "chunk" else config.sliding_window
-    window = (size - 1, 0 if is_causal else size - 1)
-    return {"window": window, "chunk_size": size if config.attention_type == "chunk" else None}
-
-
-class SpadeAttention(LocalSelfAttention):
-    """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
-
-    def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
-        window = attention_window(config, is_causal)
-        sizes = (config.hidden_size, config.num_attention_heads)
-        super().__init__(*sizes, **window, bias=bias, dropout=config.attention_dropout)
-        has_own_bias = config.relative_bias_scope == "per_layer"
-        self.relative_bias = relative_bias(config, is_causal) if has_own_bias else None
-
-    def forward(
-        self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS, *, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, States]:
-        """As in `LocalSelfAttention`; `bias` (H, R) is the one shared by all layers, used without one of its own."""
-        own = bias if self.relative_bias is None else self.relative_bias(self.window.left)
-        return super().forward(x, past, rows, bias=own)
-
-
 def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
     """T5's table for this stack."""
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     return RelativeBias(config.num_attention_heads, buckets, distance, bidirectional=not is_causal)
+
+
+def self_attention(config: SpadeConfig, is_causal: bool, bias: bool) -> LocalSelfAttention:
+    """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
+    in_chunks = config.attention_type == "chunk"
+    reach = (
+        None if config.attention_type == "full" else (config.chunk_size if in_chunks else config.sliding_window) - 1
+    )
+    return LocalSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        window=(reach, 0 if is_causal else reach),
+        chunk_size=config.chunk_size if in_chunks else None,
+        bias=bias,
+        dropout=config.attention_dropout,
+        relative_bias=relative_bias(config, is_causal) if config.relative_bias_scope == "per_layer" else None,
+    )
 
 
 class SpadeMixer(RecurrentMixin, nn.Module):
@@ -144,7 +134,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.layer_idx = layer_idx
-        self.self_attn = SpadeAttention(config, is_causal, attention_bias)
+        self.self_attn = self_attention(config, is_causal, attention_bias)
         self.merge, self.weight = config.ssm_merge, config.ssm_merge_weight
         self.stop_gradient = config.ssm_stop_gradient
         self.ssm = mixer_from_config(config, bidirectional=not is_causal) if layer_idx in config.ssm_layers else None
