@@ -6,8 +6,12 @@ A line of JSON for each program that a launch asks for. Nothing runs, and nothin
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -147,27 +151,82 @@ def diagonal(inputs: Inputs, form: str) -> None:
     diagonal_scan(decay, x, rows=rows, initial_state=start)[0].abs().sum().backward()
 
 
-def main(capability: int, states: set[str]) -> None:
-    """Compile what is launched for a card that is not here; of a class without states all."""
-    from benchmarks import absent_card
-    from tests.ops.kernel_cases import spills_in_inner_loops
+def tool(name: str) -> str:
+    import triton
 
-    asked = absent_card.install(capability)
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def spills_in_inner_loops(compiled) -> int:
+    """Instructions that bring a register to memory and back, in loops without loops inside them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = {"capture_output": True, "text": True, "check": True}
+        text = subprocess.run([tool("nvdisasm"), "-c", file.name], **run).stdout
+    return spills_of(text)
+
+
+def spills_of(text: str) -> int:
+    labels, instructions = {}, []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found[1].strip())
+    body = instructions.index("EXIT") if "EXIT" in instructions else len(instructions)
+    loops = []
+    for here, instruction in enumerate(instructions[:body]):  # after it are only what waits, and jumps back
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
+        there = labels.get(target[1], here) if target else here
+        if here - there > 7:
+            loops.append((there, here + 1))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(_is_local(each) for start, end in inner for each in instructions[start:end])
+
+
+def _is_local(instruction: str) -> bool:
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0] in ("LDL", "STL")
+
+
+def multiplied_in_32_bits(text: str, *, tiles: bool) -> list[str]:
+    """Products with a stride over tokens: 300,000 tokens of 4,096 numbers are more than 2^31.
+
+    `tiles` lets those pass whose tokens are counted from a tile's beginning, which are tensors.
+    """
+    strides = set(re.findall(r"%\w+_step\b", text))
+    strides |= {found[1] for found in re.finditer(r"(%\S+) = tt\.splat %\w+_step\b[^\n]*: i32 ->", text)}
+    products = re.findall(r"arith\.muli (%\S+), (%\S+) : (\S+)", text)
+    narrow = [line for line in products if "i32" in line[2] and strides & set(line[:2])]
+    return [line for line in narrow if not (tiles and line[2].startswith("tensor"))]
+
+
+def main(capability: int, states: list[str]) -> None:
+    """Compile what is launched for a card that is not here, of a class without states all; of several numbers of
+    states the first in every form, the others in bfloat16 and of aligned rows alone, unless all are asked for."""
+    from benchmarks import absent_card
+
+    asked, wanted = absent_card.install(capability), [f"N={number}" for number in states]
     for dtype in DTYPES:
         for aligned in (True, False):
+            usual = dtype == "bfloat16" and aligned
+            of_states = wanted if usual or len(wanted) == len(STATES) else wanted[:1]
             for op, shape_class, launch in launches(Inputs(DTYPES[dtype], aligned=aligned)):
-                if shape_class.startswith("N=") and shape_class.split(",")[0] not in states:
+                if shape_class.startswith("N=") and shape_class.split(",")[0] not in of_states:
                     continue
                 asked.clear()
                 absent_card.forget()
                 launch()
                 for each in asked:
-                    told = {"op": op, "class": shape_class, "dtype": dtype, "kernel": each.kernel.fn.__name__}
-                    told |= {"aligned": aligned, "shared": each.program.metadata.shared}
+                    function, program = each.kernel.fn, each.program
+                    told = {"op": op, "class": shape_class, "dtype": dtype, "kernel": function.__name__}
+                    told |= {"aligned": aligned, "shared": program.metadata.shared, "module": function.__module__}
+                    tiles = "longhorn_scan" in function.__module__
+                    told["narrow"] = multiplied_in_32_bits(program.asm["ttir"], tiles=tiles)
                     fits = told["shared"] <= absent_card.SHARED[capability]
-                    told["spills"] = spills_in_inner_loops(each.program) if fits else None
+                    told["spills"] = spills_in_inner_loops(program) if fits else None
                     print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), {f"N={number}" for number in sys.argv[2:]})
+    main(int(sys.argv[1]), sys.argv[2:])

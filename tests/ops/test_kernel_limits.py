@@ -1,4 +1,5 @@
-"""What compilers make of the Triton kernels for cards that are not here: shared memory, and spills in inner loops.
+"""What compilers make of the Triton kernels for cards that are not here: shared memory, spills in inner loops, and
+products that 32 bits cannot hold.
 
 Where Triton is installed a launch of every op is compiled; with HF_HYBRID_SSM_THOROUGH for three generations of cards
 and 16 to 256 states (an hour and a half of a processor). `python -m tests.reporting triton` takes every version.
@@ -11,19 +12,21 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.ops.kernel_cases import spills_of
+from tests.ops.kernel_launches import STATES as ALL_STATES
+from tests.ops.kernel_launches import multiplied_in_32_bits, spills_of
 from tests.reporting import THOROUGH
 from tools.versions import TRITON as VERSIONS
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes
-STATES = ("16", "32", "64", "128", "256") if THOROUGH else ("16",)
+STATES = [str(number) for number in (ALL_STATES if THOROUGH else (16, 32))]  # of 32 some go in chunks
 # a kernel whose largest tiles a card may refuse, and what is launched in their place
 SMALLER = {"chunk_backward_kernel": ("chunk_backward_kernel", "backward_kernel"), "finish_kernel": ("finish_kernel",)}
 # kernel, class and dtype: registers that go to memory and back in inner loops, at most; all others none
@@ -74,6 +77,17 @@ def test_launches_find_room_and_inner_loops_spill_no_more_than_is_listed(capabil
             here = launched[program["op"], program["class"], program["dtype"], program["aligned"]]
             assert here & set(SMALLER[program["kernel"]]), program
     assert {name: most for name, most in worst.items() if most > SPILLS.get(name, 0)} == {}
+    rows_end = [program for program in programs if "long_conv" not in program["module"]]  # whose rows are short
+    assert [program for program in rows_end if program["narrow"]] == []
+    names = [f"hf_hybrid_ssm.ops.{file.parent.name}.{file.stem}" for file in LAUNCHERS if file.parent.name != "core"]
+    kernels = {(module.__name__, name) for module in map(import_module, names) for name in kernels_of(module)}
+    assert kernels and kernels == {(program["module"], program["kernel"]) for program in programs}
+
+
+def kernels_of(module):
+    """Names of the kernels of a module that are its own."""
+    found = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    return [name for name, kernel in found.items() if kernel.fn.__module__ == module.__name__]
 
 
 def test_spills_are_counted_in_inner_loops_alone():
@@ -84,6 +98,13 @@ def test_spills_are_counted_in_inner_loops_alone():
         (".L_x_1:\n" if number == 1 else "") + line.format(number, each) for number, each in enumerate(body)
     )
     assert spills_of(text) == 2
+
+
+def test_32_bit_products_are_found():
+    text = "%a = tt.splat %x_step : i32 -> tensor<8xi32>\n%b = arith.muli %t, %a : tensor<8xi32>"
+    assert multiplied_in_32_bits(text, tiles=False) and not multiplied_in_32_bits(text, tiles=True)
+    assert multiplied_in_32_bits("%b = arith.muli %first, %x_step : i32", tiles=True)
+    assert not multiplied_in_32_bits("%b = arith.muli %first, %c : i64", tiles=False)
 
 
 def test_versions_are_those_that_are_admitted():

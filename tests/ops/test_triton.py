@@ -2,24 +2,15 @@
 
 import json
 import os
-import pkgutil
-import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-import hf_hybrid_ssm.ops
-from tests.ops import kernel_cases
-
 REASON = "needs Triton: `python -m tests.reporting triton` takes every version"
 triton = pytest.importorskip("triton", minversion="3.6", reason=REASON)
-
-# what keeps the compiler's time short; states that lie in lanes and in registers, and several tokens, remain
-SMALL = {"T": 2, "S": 4, "P": 4, "BD": 16, "BLOCK": 8, "num_warps": 2, "STAGES": 2}
 
 
 @pytest.mark.parametrize("cases", ["triton_cases.py", "implicit_attention_cases.py", "test_linear_scan_kernels.py"])
@@ -31,16 +22,6 @@ def test_kernels_agree_with_the_reference(cases):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
-
-
-def test_every_kernel_is_a_case():
-    """What is compiled here is all that the package launches."""
-    reported = {kernel.fn for _, _, kernel, _ in kernel_cases.cases()}
-    package = hf_hybrid_ssm.ops
-    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    modules = [import_module(name) for name in names if re.search(r"\.triton\w*$", name)]
-    kernels = {kernel.fn for module in modules for kernel in kernel_cases.kernels_of(module).values()}
-    assert kernels and kernels == reported
 
 
 @pytest.fixture(scope="module")
@@ -121,68 +102,6 @@ def test_sizes_that_find_no_room_give_way_to_smaller_ones_and_are_not_tried_agai
     attempts = triton_sizes.by_shared_memory(sizes, triton_sizes.chunk_sizes(256, "torch.bfloat16"), backward=True)
     assert [chunks and chunks["BD"] for _, chunks in attempts] == [32, 16, None, None]
     assert [common["STAGES"] for common, _ in attempts[2:]] == [2, 1]
-
-
-def small_cases():
-    """A case of each kernel, and of each pass of those that have several."""
-    seen = {}
-    for op, _, kernel, constants in kernel_cases.cases():
-        small = SMALL if op == "longhorn_scan" and "STAGES" in constants else {}
-        documents = {"HAS_DOCUMENTS": True} if op == "longhorn_scan" else {}
-        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-        seen.setdefault(f"{name}-{constants.get('PASS', '')}".rstrip("-"), (kernel, constants | small | documents))
-    return [pytest.param(*case, id=name) for name, case in seen.items()]
-
-
-@pytest.mark.parametrize("kernel, constants", small_cases())
-def test_kernels_compile_for_cards(kernel, constants, tmp_path, monkeypatch):
-    """Every kernel with every option on, to machine code: the interpreter accepts more than the compiler does."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = kernel_cases.compile_for(kernel, 90, constants, num_warps=constants.get("num_warps", 4))
-    assert f".entry {kernel.fn.__name__}" in compiled.asm["ptx"] and compiled.asm["cubin"]
-    if not kernel.fn.__module__.endswith("long_conv.triton"):  # whose rows are no longer than `LONGEST`
-        assert not multiplied_in_32_bits(compiled.asm["ttir"], tiles="longhorn_scan" in kernel.fn.__module__)
-
-
-def multiplied_in_32_bits(text: str, *, tiles: bool) -> list[str]:
-    """Products with a stride over tokens: 300,000 tokens of 4,096 numbers are more than 2^31.
-
-    `tiles` lets those pass whose tokens are counted from a tile's beginning, which are tensors.
-    """
-    strides = set(re.findall(r"%\w+_step\b", text))
-    strides |= {found[1] for found in re.finditer(r"(%\S+) = tt\.splat %\w+_step\b[^\n]*: i32 ->", text)}
-    products = re.findall(r"arith\.muli (%\S+), (%\S+) : (\S+)", text)
-    narrow = [line for line in products if "i32" in line[2] and strides & set(line[:2])]
-    return [line for line in narrow if not (tiles and line[2].startswith("tensor"))]
-
-
-def test_32_bit_products_are_found():
-    text = "%a = tt.splat %x_step : i32 -> tensor<8xi32>\n%b = arith.muli %t, %a : tensor<8xi32>"
-    assert multiplied_in_32_bits(text, tiles=False) and not multiplied_in_32_bits(text, tiles=True)
-    assert multiplied_in_32_bits("%b = arith.muli %first, %x_step : i32", tiles=True)
-    assert not multiplied_in_32_bits("%b = arith.muli %first, %c : i64", tiles=False)
-
-
-def test_older_cards(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    scans = r"longhorn_scan\.\w+\.(forward|backward)_kernel|linear_scan\.\w+\.(channel_\w+|diagonal)_kernel"
-    found = [case.values for case in small_cases() if re.search(scans, case.id)]
-    assert len(found) == 2 + 3 + 1
-    for kernel, constants in found:
-        assert kernel_cases.compile_for(kernel, 80, constants, num_warps=constants["num_warps"]).asm["cubin"]
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_scan_stays_in_registers(capability, tmp_path, monkeypatch):
-    """At its real sizes. The layout that Triton 3.6 takes from whole tiles of states spills."""
-    from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels, triton_sizes
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sizes = triton_sizes.tile_sizes(16, backward=False)
-    constants = sizes | {"WIDTH": triton_sizes.WIDTH, "HAS_DOCUMENTS": False}
-    options = {"num_warps": sizes["num_warps"]}
-    compiled = kernel_cases.compile_for(triton_kernels.forward_kernel, capability, constants, **options)
-    assert kernel_cases.spills_in_inner_loops(compiled) == 0
 
 
 def test_versions_that_nobody_compiled_with_are_refused(monkeypatch):

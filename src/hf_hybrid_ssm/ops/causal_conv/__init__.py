@@ -16,17 +16,16 @@ from hf_hybrid_ssm.ops.core.padding import last_inputs
 from hf_hybrid_ssm.ops.core.pages import PagedState, held_state, run_step
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 
-_KERNELS = {"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"}
 _OP = Op(
     "causal_conv",
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
-    kernels=_KERNELS,
+    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
     examples=EXAMPLES,
 )
 _STEP = Op(
     "causal_conv_step",
     builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
-    kernels=_KERNELS,
+    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
     examples=STEP_EXAMPLES,
     differentiable=False,
 )

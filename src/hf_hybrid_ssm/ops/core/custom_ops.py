@@ -36,14 +36,15 @@ def op_of_fields(
         device_types: on which the op runs, such as "cpu"; on all by default.
     """
 
-    def run(*fields: Any) -> Any:
+    def run_fields(*fields: Any) -> Any:
         return compute(inputs(*fields))
 
+    run: Any = run_fields
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     hints = get_type_hints(inputs).items()
     parameters = [inspect.Parameter(name, kind, annotation=hint) for name, hint in hints if hint in _TAKEN]
     returned = get_type_hints(compute).get("return")
-    run.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters, return_annotation=returned)
     op = torch.library.custom_op(name, run, mutates_args=changes, device_types=device_types)
     op.register_fake(lambda *fields: fake(inputs(*fields)))
     return op

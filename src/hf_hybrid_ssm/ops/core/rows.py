@@ -7,13 +7,12 @@ about the numbers in a row, so that the same `Rows` serves tokens, projections a
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_mask_values, check_seq_idx, check_tensor
 
-Value = TypeVar("Value")
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -289,12 +288,12 @@ def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | No
     return None if documents is None else documents.seq_idx, None if padding is None else padding.lengths
 
 
-def moved(value: Value, device: torch.device, non_blocking: bool = False) -> Value:
+def moved(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """A dataclass, or a dictionary of tensors, with all its tensors on the device."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
+        return value.to(device, non_blocking=non_blocking)
     if isinstance(value, dict):
-        return {name: moved(part, device, non_blocking) for name, part in value.items()}  # type: ignore[return-value]
+        return {name: moved(part, device, non_blocking) for name, part in value.items()}
     if not isinstance(value, Rows | Padding | Documents):
         return value
     parts = {field.name: getattr(value, field.name) for field in fields(value)}

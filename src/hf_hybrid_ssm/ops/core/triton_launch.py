@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.runtime import driver
 
 from hf_hybrid_ssm.ops.core.triton_helpers import INTERPRETING
@@ -27,9 +26,7 @@ class Launcher:
         self.known: dict[tuple, tuple] = {}
         _LAUNCHERS.append(self)
 
-    def __call__(
-        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], constants: dict
-    ) -> None:
+    def __call__(self, programs: int, tensors: tuple[Any, ...], numbers: tuple[int, ...], constants: dict) -> None:
         """Launch so many programs on the device of the first tensor.
 
         Args:
@@ -37,7 +34,7 @@ class Launcher:
             numbers: those that follow them.
             constants: by name, with options of the compiler such as `num_warps`.
         """
-        device = tensors[0].get_device()  # type: ignore[union-attr]
+        device = tensors[0].get_device()
         if several_devices() and device >= 0:
             with torch.cuda.device(device):
                 self._launch(device, programs, tensors, numbers, constants)

@@ -53,7 +53,7 @@ def local_attention_native(inputs: AttentionInputs) -> Tensor:
     numbers = [left, right, chunk_size or 0, int(zero_kv_sink)]
     dense = _Inputs(q, k, v, bias, logits, prepared(sink_values), seen, *counts, float(scale), numbers)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in dense[:6] if x is not None)
-    run: Callable = (lambda given: _attention(*given)) if trains or not is_plain_call(q) else _forward
+    run: Callable = (lambda given: _attention(*given)) if trains or not is_plain_call(inputs.q) else _forward
     return run(dense)[0].to(inputs.q.dtype)
 
 

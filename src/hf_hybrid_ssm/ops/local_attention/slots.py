@@ -178,14 +178,14 @@ def append_slot(old: torch.Tensor) -> torch.Tensor:
         buffer = old.new_empty(*old.shape[:-2], slots + free, old.shape[-1])
         buffer.narrow(-2, 0, slots).copy_(old)
         old = buffer.narrow(-2, 0, slots)
-    wide = old.as_strided((*old.shape[:-2], slots + 1, old.shape[-1]), old.stride(), old.storage_offset())
-    wide._free_slots = free - 1  # type: ignore[attr-defined]
+    wide: Any = old.as_strided((*old.shape[:-2], slots + 1, old.shape[-1]), old.stride(), old.storage_offset())
+    wide._free_slots = free - 1
     return wide
 
 
-def drop_oldest(wide: torch.Tensor) -> torch.Tensor:
+def drop_oldest(wide: Any) -> torch.Tensor:
     """(..., P + 1, e) → (..., P, e) without the oldest slot."""
-    window = wide.narrow(-2, 1, wide.shape[-2] - 1)
+    window: Any = wide.narrow(-2, 1, wide.shape[-2] - 1)
     if not torch.compiler.is_compiling():
-        window._free_slots = wide._free_slots  # type: ignore[attr-defined]
+        window._free_slots = wide._free_slots
     return window
