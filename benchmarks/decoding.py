@@ -30,9 +30,7 @@ def against_mamba(width: int, depth: int, rounds: int, options: dict) -> dict:
     return {
         "shape": {"hidden_size": width, "num_hidden_layers": depth, "vocab_size": VOCABULARY, "state_size": 16},
         "milliseconds_per_token": milliseconds(seconds),
-        "longhorn_times_as_fast_as_mamba": round(seconds["mamba"] / ours, 2),
         "share_of_the_matrix_product_limit": round(seconds["matrix products alone"] / ours, 3),
-        "cost_of_a_recorded_past": round(seconds["longhorn, past recorded and undone"] / ours, 3),
     }
 
 
@@ -54,14 +52,11 @@ def families(width: int, depth: int, rounds: int, options: dict) -> dict:
     """Every family and Llama in turns; Longhorn has twice the layers, which is the same number of weights."""
     models = {name: build(name, width, depth, **options) for name in ("Llama", *FAMILIES)}
     candidates = {name: decoder(model, STEPS) for name, model in models.items()}
-    products = {f"{name} products": bare_products(model, STEPS) for name, model in models.items()}
-    timed = per_token(candidates | products, rounds, options["device"])
-    seconds, least = ({name: timed[f"{name}{suffix}"] for name in models} for suffix in ("", " products"))
+    seconds = per_token(candidates, rounds, options["device"])
     return {
         "shape": {"hidden_size": width, "num_hidden_layers": depth, "vocab_size": VOCABULARY},
         "milliseconds_per_token": milliseconds(seconds),
         "time_over_llama": {name: round(value / seconds["Llama"], 2) for name, value in seconds.items()},
-        "products_over_llama": {name: round(value / seconds["Llama"], 2) for name, value in least.items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""LMU-ISA: its kernel against its products and the paper's FFT, growth with length, decoding, GPT-2 of equal width.
+"""LMU-ISA: its kernel against its products and the paper's FFT, growth with length, GPT-2 of equal width.
 
 The row of table 3 with a million parameters beside the embedding; a small vocabulary, so that the head does not hide
 the layers, and once with the paper's. Float32. With `--device cuda` the kernel, which runs on the CPU, is left out.
@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 from timing import exponent, megabytes_in_own_process, paired_seconds, peak_megabytes_of, write_results
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM
 from hf_hybrid_ssm.ops.core.dispatch import backend
@@ -105,27 +105,6 @@ def with_head(rounds: int) -> dict:
     }
 
 
-def decoding_step(model: PreTrainedModel, prompt: int) -> Callable[[], None]:
-    model.eval()
-    token = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-    cache = DynamicCache(config=model.config)
-
-    def step(tokens: torch.Tensor = token) -> None:
-        with torch.inference_mode():
-            model(tokens, cache=cache, use_cache=True, logits_to_keep=1)
-        wait()
-
-    step(token.expand(1, prompt))
-    return step
-
-
-def decoding(rounds: int) -> dict:
-    """Milliseconds per token after prompts of different lengths."""
-    candidates = {str(length): decoding_step(build(default_form()), length) for length in (16, 4096)}
-    seconds = paired_seconds(candidates, rounds=20 * rounds)
-    return {f"after {length} tokens": round(1000 * value, 2) for length, value in seconds.items()}
-
-
 def main() -> None:
     global DEVICE
     parser = argparse.ArgumentParser(description=__doc__)
@@ -148,7 +127,6 @@ def main() -> None:
         "training_step_at_1024": against_fft(batch, rounds),
         "training_step_of_one_row": by_length(lengths, 2 if arguments.quick else 3),
         "training_step_of_one_row_of_1024_with_the_head": with_head(rounds),
-        "decoding_milliseconds": decoding(rounds),
     }
     write_results(f"lmu_isa{suffix}", figures)
 

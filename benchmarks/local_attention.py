@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from timing import (
     exponent,
     machine_arguments,
-    megabytes_in_own_process,
     paired_seconds,
-    peak_megabytes_of,
     write_results,
 )
 from torch import nn
@@ -96,15 +94,8 @@ def without_projections(module: nn.Module) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
-    parser.add_argument("--memory", choices=["window", "masked"], help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     arguments = machine_arguments(parser)
     device = arguments.device
-    if arguments.memory:
-        measured = {"window": window, "masked": masked}[arguments.memory]
-        measured(256, device)()
-        print(peak_megabytes_of(measured(arguments.length, device), device))
-        return
     lengths = [512, 1024] if arguments.quick else [1024, 2048, 4096, 8192, 16384]
     compared = lengths[-1:] if arguments.quick else [4096, 16384]
     rounds = 3 if arguments.quick else 7
@@ -128,13 +119,6 @@ def main() -> None:
         "times_as_fast_as_masked_full_attention": against_mask,
         "times_as_fast_as_longt5_local_attention_two_sided": against_longt5,
         "times_as_fast_as_longt5_local_attention_two_sided_with_projections": whole_sublayer,
-        "peak_megabytes": {
-            str(length): {
-                name: round(megabytes_in_own_process(__file__, memory=name, length=length, device=device), 1)
-                for name in ("window", "masked")
-            }
-            for length in compared
-        },
     }
     write_results("local_attention", figures, device)
 

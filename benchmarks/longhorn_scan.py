@@ -2,8 +2,7 @@
 transformers; what does it take of a whole block?
 
 Width 1536 (a model of 768), state 16, one row of 2048, float32; the kernel is C on a CPU and Triton on CUDA. The copy
-moves as many bytes as the scan must, which reads x, dt, k and q and writes y; its backward reads these and the
-gradient of y, and writes four gradients.
+moves as many bytes as the scan must, which reads x, dt, k and q and writes y.
 """
 
 import argparse
@@ -51,9 +50,9 @@ def copy(elements: int, device: str) -> Callable[[], None]:
     return run
 
 
-def moved(length: int, backward: bool = False) -> int:
-    """Numbers that a forward reads or writes at least, or a forward and its backward."""
-    return length * (8 * WIDTH + 6 * STATE if backward else 3 * WIDTH + 2 * STATE)
+def moved(length: int) -> int:
+    """Numbers that a forward reads or writes at least."""
+    return length * (3 * WIDTH + 2 * STATE)
 
 
 def on_one_thread(run):
@@ -116,25 +115,6 @@ def forward_and_backward(length: int, rounds: int, device: str) -> dict:
     }
 
 
-def against_copies(length: int, rounds: int, device: str) -> dict:
-    """Where nothing stays in a cache: a forward over its bytes' copy, and with the backward over theirs."""
-    candidates = {
-        "forward": scan(length, KERNEL_OF[device], False, device),
-        "copy of its bytes": copy(moved(length), device),
-        "forward and backward": scan(length, KERNEL_OF[device], True, device),
-        "copy of their bytes": copy(moved(length, backward=True), device),
-    }
-    seconds = paired_seconds(candidates, rounds=rounds, device=device)
-    return {
-        "length": length,
-        "milliseconds": milliseconds(seconds),
-        "forward_times_the_copy": round(seconds["forward"] / seconds["copy of its bytes"], 2),
-        "forward_and_backward_times_the_copy": round(
-            seconds["forward and backward"] / seconds["copy of their bytes"], 2
-        ),
-    }
-
-
 def share_of_the_block(length: int, rounds: int, device: str) -> dict:
     """The scan within one layer of width 768, forward and backward."""
     torch.manual_seed(0)
@@ -171,7 +151,6 @@ def milliseconds(seconds: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--long", type=int, default=16384, help="length of the comparison with copies")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = machine_arguments(parser)
     device, length, rounds = arguments.device, arguments.length, arguments.rounds
@@ -179,7 +158,6 @@ def main() -> None:
         "shape": {"width": WIDTH, "state": STATE, "length": length, "dtype": "float32"},
         "forward": forward(length, rounds, device),
         "forward_and_backward": forward_and_backward(length, max(3, rounds // 2), device),
-        "long": against_copies(arguments.long, max(3, rounds // 2), device),
         "share_of_the_block": share_of_the_block(length, rounds, device),
         "mamba_layer_forward_milliseconds": round(1000 * mamba_loop(length, device), 1),
     }

@@ -78,23 +78,7 @@ def speed(length: int, rounds: int, device: str) -> dict:
         "length": length,
         "tokens_per_second": {name: round(length / value) for name, value in seconds.items()},
         "longhorn_native_times_as_fast": {name: round(ratio, 2) for name, ratio in ratios.items()},
-        "longhorn_torch_times_as_fast": {
-            name: round(value / seconds["longhorn torch"], 2) for name, value in seconds.items()
-        },
     }
-
-
-def forward_speed(length: int, rows: int, rounds: int, device: str) -> dict:
-    """Tokens/s without gradients, prompts of several rows."""
-    model = build("longhorn", device).eval()
-    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def run() -> None:
-        with torch.inference_mode():
-            model(tokens)
-
-    seconds = paired_seconds({"longhorn": run}, rounds=rounds, device=device)["longhorn"]
-    return {"rows": rows, "length": length, "tokens_per_second": round(rows * length / seconds)}
 
 
 def scaling(lengths: list[int], rounds: int, device: str) -> dict:
@@ -134,7 +118,6 @@ def main() -> None:
     figures = {
         "shape": SHAPE | {"state_size": STATE, "batch": 1, "dtype": "float32"},
         "training_step": speed(512, 3 if arguments.quick else 15, device),
-        "forward": forward_speed(512, 4, 5 if arguments.quick else 25, device),
         "by_length": scaling(lengths, 3 if arguments.quick else 7, device),
         "peak_megabytes_of_a_step": memory,
     }

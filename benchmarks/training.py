@@ -9,31 +9,27 @@ import gc
 
 import torch
 from timing import machine_arguments, paired_seconds, write_results
-from timing.models import FAMILIES, bare_products, batch_of, build, random_rows, training_step
+from timing.models import FAMILIES, batch_of, build, random_rows, training_step
 
 VOCABULARY = 32000
 
 
 def steps_of(names: tuple[str, ...], width: int, depth: int, length: int, device: str) -> dict:
-    """A step of each, and of the last one "products", its matrix products alone."""
     inputs = batch_of("plain", random_rows(1, length, VOCABULARY, device))
     autocast = torch.bfloat16 if device == "cuda" else None
     models = {name: build(name, width, depth, vocabulary=VOCABULARY, device=device) for name in names}
-    steps = {name: training_step(model, inputs, autocast=autocast) for name, model in models.items()}
-    return steps | {"products": bare_products(models[names[-1]], tokens=length, backward=True)}
+    return {name: training_step(model, inputs, autocast=autocast) for name, model in models.items()}
 
 
 def against_llama(width: int, depth: int, length: int, rounds: int, device: str) -> dict:
     """Llama takes its turn with every family, one at a time: eight models with their optimizers are too many."""
     figures: dict = {"length": length, "tokens_per_second": {}, "times_as_fast_as_llama": {}}
-    figures["products_times_as_fast_as_llama"] = {}  # a limit to the above: nothing else takes any time
     for name in FAMILIES:
         steps = steps_of(("Llama", name), width, depth, length, device)
         seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device=device)
         figures["tokens_per_second"][name] = round(length / seconds[name])
         figures["tokens_per_second"].setdefault("Llama", round(length / seconds["Llama"]))
         figures["times_as_fast_as_llama"][name] = round(seconds["Llama"] / seconds[name], 2)
-        figures["products_times_as_fast_as_llama"][name] = round(seconds["Llama"] / seconds["products"], 2)
         del steps
         gc.collect()
     return figures

@@ -9,14 +9,11 @@ tests record are in pytest's own report: add `--junitxml FILE`.
 
 import itertools
 import os
-import platform
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +30,12 @@ class Job:
 
     Args:
         one_thread: whether OpenMP gets a single thread.
-        needs_upstream: whether transformers' own tests are downloaded first.
     """
 
     about: str
     commands: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     one_thread: bool = True
-    needs_upstream: bool = False
 
 
 def _thorough(about: str, tests: str, *before: str) -> Job:
@@ -62,7 +57,6 @@ JOBS = {
     "upstream": Job(
         "transformers' own model tests on the families; on four of its models too with tests/upstream/peers.py",
         ("-m pytest -q -n 2 --dist worksteal tests/upstream",),
-        needs_upstream=True,
     ),
     "invariants": Job(
         "10,000 random cases of every batching invariance, with a page", ("-m tests.invariants.run --cases 10000",)
@@ -116,7 +110,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     environment = os.environ | dict(job.environment)
     if job.one_thread:
         environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    if job.needs_upstream and UPSTREAM not in environment:
+    if name == "upstream" and UPSTREAM not in environment:  # transformers' own tests are downloaded first
         fetch = [sys.executable, "tests/upstream/fetch.py"]
         environment[UPSTREAM] = subprocess.run(
             fetch, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
@@ -131,36 +125,14 @@ def run(name: str, arguments: Sequence[str]) -> int:
 # -- what a generated page says -------------------------------------------------------------------------------------
 
 
-def git(*arguments: str) -> str:
-    """The output, or nothing where this is not a repository."""
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def processor() -> str:
-    try:
-        names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        names = []
-    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
-
-
 def made_by(command: str) -> str:
-    """The line that every generated page has: its command, commit and versions."""
-    commit = git("log", "-1", "--format=%h") or "unknown"
-    changed = " and uncommitted changes" if git("status", "--porcelain", "--", "src", "tests") else ""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    return (
-        f"Made by `{command}` from commit `{commit}`{changed} with python {platform.python_version()}, {versions}, "
-        f"on {processor()}."
-    )
+    """The line that every generated page has: its command, commit ("+" after it: and changes) and versions."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from _lib.provenance import COMMIT, machine
+
+    found = machine()
+    versions = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "transformers"))
+    return f"Made by `{command}` from commit `{COMMIT}` with {versions}, on {found['processor']}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

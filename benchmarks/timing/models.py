@@ -100,23 +100,17 @@ def decoder(model: PreTrainedModel, steps: int, *, record_past: bool = False) ->
     return run
 
 
-def bare_products(
-    model: PreTrainedModel, steps: int = 1, *, tokens: int = 1, backward: bool = False
-) -> Callable[[], None]:
-    """One product with every matrix of the model, what any implementation must do; with the two of its backward."""
+def bare_products(model: PreTrainedModel, steps: int = 1) -> Callable[[], None]:
+    """One product with every matrix of the model, what any implementation must do."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    sizes = {size for weight in weights for size in weight.shape}
-    rows = {size: torch.ones(tokens, size, device=model.device, dtype=model.dtype) for size in sizes}
+    sizes = {weight.shape[1] for weight in weights}
+    rows = {size: torch.ones(1, size, device=model.device, dtype=model.dtype) for size in sizes}
 
     def run() -> None:
         with torch.inference_mode():
             for _ in range(steps):
                 for weight in weights:
-                    x = rows[weight.shape[1]]
-                    F.linear(x, weight)
-                    if backward:
-                        dy = rows[weight.shape[0]]
-                        torch.mm(dy, weight), torch.mm(dy.t(), x)
+                    F.linear(rows[weight.shape[1]], weight)
 
     return run
 

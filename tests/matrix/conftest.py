@@ -1,11 +1,10 @@
 """What other libraries cannot do is an expected failure, recognised by its text; any other failure is ours."""
 
 import re
+from importlib.metadata import version
 
 import pytest
 import torch
-
-from tests.reporting import version
 
 
 def pytest_configure(config: pytest.Config) -> None:

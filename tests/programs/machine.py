@@ -183,27 +183,38 @@ def _positions(row: Row, length: int) -> list[int]:
     return positions[-length:]
 
 
-def _plain(machine: Machine, state: State, **more) -> None:
-    """One more token for every row of a batch, with what `more` has instead."""
-    tokens = more.pop("tokens", [[3]] * len(state.rows))
-    width = len(tokens[0])
-    step = Feed(rows=tokens, starts=[[] for _ in tokens])
-    rows = [state.rows[index % len(state.rows)] for index in range(len(tokens))]
-    inputs = machine.inputs(step, State(rows))
-    prefix = "decoder_" if machine.variant.has_encoder else ""
-    machine.call(inputs | {f"{prefix}{name}": make(len(tokens), width) for name, make in more.items()})
+Attempt = Callable[[Machine, State], None]
 
 
-def _contradicting(machine: Machine, state: State, changes: Callable[[list[bool]], list[int]]) -> None:
+def _plain(rows: int = 0, tokens: tuple[int, ...] = (3,), **more: Callable[[int, int, int], torch.Tensor]) -> Attempt:
+    """More tokens for each row of a batch and `rows` others, with what `more` has instead, made of the batch, the
+    length and the columns of the past."""
+
+    def attempt(machine: Machine, state: State) -> None:
+        batch, width = len(state.rows) + rows, len(tokens)
+        feed = Feed(rows=[[*tokens] for _ in range(batch)], starts=[[] for _ in range(batch)])
+        inputs = machine.inputs(feed, State([state.rows[index % len(state.rows)] for index in range(batch)]))
+        prefix = "decoder_" if machine.variant.has_encoder else ""
+        given = {f"{prefix}{name}": make(batch, width, state.num_columns) for name, make in more.items()}
+        machine.call(inputs | given)
+
+    return attempt
+
+
+def _contradicting(changes: Callable[[list[bool]], list[int]]) -> Attempt:
     """A mask of all columns that says something else of the past, in the first row of which `changes` finds places."""
-    past = [[column is not None for column in row.columns] for row in state.rows]
-    for row in past:
-        if places := changes(row):
-            for place in places:
-                row[place] = not row[place]
-            break
-    mask = torch.cat([torch.tensor(past), torch.ones(len(past), 1, dtype=torch.bool)], 1).long()
-    _plain(machine, state, attention_mask=lambda batch, length: mask)
+
+    def attempt(machine: Machine, state: State) -> None:
+        past = [[column is not None for column in row.columns] for row in state.rows]
+        for row in past:
+            if places := changes(row):
+                for place in places:
+                    row[place] = not row[place]
+                break
+        mask = torch.cat([torch.tensor(past), torch.ones(len(past), 1, dtype=torch.bool)], 1).long()
+        _plain(attention_mask=lambda batch, length, past: mask)(machine, state)
+
+    return attempt
 
 
 def _first(row: list[bool], what: bool) -> list[int]:
@@ -214,95 +225,35 @@ def _one_of_each(row: list[bool]) -> list[int]:
     return _first(row, True) + _first(row, False) if len(set(row)) == 2 else []
 
 
-ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
-    "batch": (lambda machine, state: _plain(machine, state, tokens=[[3]] * (len(state.rows) + 1)), ("batch",)),
-    "vocabulary": (
-        lambda machine, state: _plain(machine, state, tokens=[[VOCABULARY]] * len(state.rows)),
-        ("vocab_size",),
-    ),
-    "no token": (
-        lambda machine, state: _plain(
-            machine, state, input_ids=lambda batch, length: torch.zeros(batch, 0, dtype=torch.int64)
-        ),
-        ("input_ids",),
-    ),
-    "float ids": (
-        lambda machine, state: _plain(machine, state, input_ids=lambda batch, length: torch.zeros(batch, length)),
-        ("input_ids",),
-    ),
-    "mask too short": (
-        lambda machine, state: _plain(
-            machine,
-            state,
-            tokens=[[3, 4]] * len(state.rows),
-            attention_mask=lambda batch, length: torch.ones(batch, 1),
-        ),
-        ("attention_mask",),
-    ),
-    "mask of another batch": (
-        lambda machine, state: _plain(
-            machine, state, attention_mask=lambda batch, length: torch.ones(batch + 1, length)
-        ),
-        ("attention_mask",),
-    ),
-    "mask too long": (
-        lambda machine, state: _plain(
-            machine, state, attention_mask=lambda batch, length: torch.ones(batch, state.num_columns + length + 1)
-        ),
-        ("attention_mask",),
-    ),
-    "mask values": (
-        lambda machine, state: _plain(
-            machine, state, attention_mask=lambda batch, length: torch.full((batch, length), -1)
-        ),
-        ("attention_mask",),
-    ),
-    "past text as padding": (
-        lambda machine, state: _contradicting(machine, state, lambda row: _first(row, True)),
-        ("columns of the past",),
-    ),
-    "past padding as text": (
-        lambda machine, state: _contradicting(machine, state, lambda row: _first(row, False)),
-        ("columns of the past",),
-    ),
-    "past padding elsewhere": (
-        lambda machine, state: _contradicting(machine, state, _one_of_each),
-        ("columns of the past",),
-    ),
-    "seq_idx shape": (
-        lambda machine, state: _plain(
-            machine, state, seq_idx=lambda batch, length: torch.zeros(batch, length + 1, dtype=torch.int32)
-        ),
-        ("seq_idx",),
-    ),
-    "seq_idx falls": (
-        lambda machine, state: _plain(
-            machine,
-            state,
-            tokens=[[3, 4]] * len(state.rows),
-            seq_idx=lambda batch, length: torch.tensor([[10**6, 10**6 - 1]] * batch, dtype=torch.int32),
-        ),
-        ("seq_idx",),
-    ),
+def _foreign_cache(machine: Machine, state: State) -> None:
+    step = Feed(rows=[[3]] * len(state.rows), starts=[[] for _ in state.rows])
+    machine.model(**machine.inputs(step, State(state.rows)), past_key_values="none")
+
+
+MASK, PAST, SEQ_IDX, CROP = ("attention_mask",), ("columns of the past",), ("seq_idx",), ("static", "dynamic")
+FALLING = torch.tensor([[10**6, 10**6 - 1]], dtype=torch.int32)
+ILLEGAL: dict[str, tuple[Attempt, tuple[str, ...]]] = {
+    "batch": (_plain(rows=1), ("batch",)),
+    "vocabulary": (_plain(tokens=(VOCABULARY,)), ("vocab_size",)),
+    "no token": (_plain(input_ids=lambda batch, length, past: torch.zeros(batch, 0).long()), ("input_ids",)),
+    "float ids": (_plain(input_ids=lambda batch, length, past: torch.zeros(batch, length)), ("input_ids",)),
+    "mask too short": (_plain(tokens=(3, 4), attention_mask=lambda batch, length, past: torch.ones(batch, 1)), MASK),
+    "mask of another batch": (_plain(attention_mask=lambda batch, length, past: torch.ones(batch + 1, length)), MASK),
+    "mask too long": (_plain(attention_mask=lambda batch, length, past: torch.ones(batch, past + length + 1)), MASK),
+    "mask values": (_plain(attention_mask=lambda batch, length, past: -torch.ones(batch, length).long()), MASK),
+    "past text as padding": (_contradicting(lambda row: _first(row, True)), PAST),
+    "past padding as text": (_contradicting(lambda row: _first(row, False)), PAST),
+    "past padding elsewhere": (_contradicting(_one_of_each), PAST),
+    "seq_idx shape": (_plain(seq_idx=lambda batch, length, past: torch.zeros(batch, length + 1).int()), SEQ_IDX),
+    "seq_idx falls": (_plain(tokens=(3, 4), seq_idx=lambda batch, length, past: FALLING.expand(batch, 2)), SEQ_IDX),
     "position_ids shape": (
-        lambda machine, state: _plain(
-            machine, state, position_ids=lambda batch, length: torch.zeros(batch, length + 1, dtype=torch.int64)
-        ),
+        _plain(position_ids=lambda batch, length, past: torch.zeros(batch, length + 1).long()),
         ("position_ids",),
     ),
     "deep crop": (
         lambda machine, state: machine.cache.crop(-(state.undoable or 0) - 1),
-        ("tokens_to_remove", "activate_past_recording", "static", "dynamic"),
+        ("tokens_to_remove", "activate_past_recording", *CROP),
     ),
-    "crop forward": (
-        lambda machine, state: machine.cache.crop(1),
-        ("tokens_to_remove", "positive", "static", "dynamic"),
-    ),
-    "foreign cache": (
-        lambda machine, state: machine.model(
-            **machine.inputs(Feed(rows=[[3]] * len(state.rows), starts=[[] for _ in state.rows]), State(state.rows)),
-            past_key_values="none",
-        ),
-        ("cache must be",),
-    ),
+    "crop forward": (lambda machine, state: machine.cache.crop(1), ("tokens_to_remove", "positive", *CROP)),
+    "foreign cache": (_foreign_cache, ("cache must be",)),
 }

@@ -37,6 +37,10 @@ class GenerationTesterMixin:
             )
             yield model, {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
 
+    def _decoders(self):
+        """Without encoder-decoders."""
+        return ((model, inputs) for model, inputs in self._generators() if not model.config.is_encoder_decoder)
+
     def _greedy_without_cache(self, model, inputs):
         return model.generate(**inputs, do_sample=False, use_cache=False)
 
@@ -84,9 +88,7 @@ class GenerationTesterMixin:
             assert output.shape[0] == inputs["input_ids"].shape[0]
 
     def test_left_padding_changes_nothing(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             ids = inputs["input_ids"]
             pads = torch.full((ids.shape[0], 5), model.config.pad_token_id)
             mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
@@ -99,17 +101,11 @@ class GenerationTesterMixin:
             batch = model.generate(**inputs, do_sample=False)
             for row in range(batch.shape[0]):
                 real = inputs["attention_mask"][row].bool()
-                if model.config.is_encoder_decoder:
-                    alone = model.generate(input_ids=inputs["input_ids"][row : row + 1, real], do_sample=False)
-                    torch.testing.assert_close(batch[row : row + 1], alone, rtol=0, atol=0)
-                else:
-                    alone = model.generate(input_ids=inputs["input_ids"][row : row + 1, real], do_sample=False)
-                    torch.testing.assert_close(batch[row, -NEW_TOKENS:], alone[0, -NEW_TOKENS:], rtol=0, atol=0)
+                alone = model.generate(input_ids=inputs["input_ids"][row : row + 1, real], do_sample=False)
+                torch.testing.assert_close(batch[row, -NEW_TOKENS:], alone[0, -NEW_TOKENS:], rtol=0, atol=0)
 
     def test_continues_from_returned_cache(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             whole = model.generate(**inputs, do_sample=False)
             model.generation_config.max_new_tokens = model.generation_config.min_new_tokens = NEW_TOKENS // 2
             first = model.generate(**inputs, do_sample=False, return_dict_in_generate=True)
@@ -120,9 +116,7 @@ class GenerationTesterMixin:
             torch.testing.assert_close(second, whole, rtol=0, atol=0)
 
     def test_prompt_cache_can_be_reused(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             ids = inputs["input_ids"][:1].repeat(1, 2)
             expected = model.generate(ids, do_sample=False)
             cache = DynamicCache(config=model.config)
@@ -133,27 +127,21 @@ class GenerationTesterMixin:
                 torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_chunked_prefill(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             expected = model.generate(**inputs, do_sample=False)
             for chunk in (1, 3):
                 output = model.generate(**inputs, do_sample=False, prefill_chunk_size=chunk)
                 torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_inputs_embeds(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             embeds = model.get_input_embeddings()(inputs["input_ids"])
             expected = model.generate(**inputs, do_sample=False)[:, -NEW_TOKENS:]
             output = model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], do_sample=False)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_static_cache(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             expected = model.generate(**inputs, do_sample=False)
             output = model.generate(**inputs, do_sample=False, cache_implementation="static")
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
@@ -179,9 +167,7 @@ class GenerationTesterMixin:
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_logits_to_keep(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             with torch.no_grad():
                 everything = model(**inputs).logits
                 torch.testing.assert_close(model(**inputs, logits_to_keep=2).logits, everything[:, -2:])
@@ -189,18 +175,14 @@ class GenerationTesterMixin:
                 torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, everything[:, keep])
 
     def test_prompt_lookup_equals_greedy(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             ids = inputs["input_ids"][1:2].repeat(1, 3)
             expected = model.generate(ids, do_sample=False)
             output = model.generate(ids, do_sample=False, prompt_lookup_num_tokens=3)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_assisted_equals_greedy(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             ids = inputs["input_ids"][1:2]
             expected = model.generate(ids, do_sample=False)
             assistant = copy.deepcopy(model)
@@ -235,9 +217,7 @@ class GenerationTesterMixin:
             assert len(stopped) <= len(expected) - NEW_TOKENS + 4
 
     def test_cache_of_another_batch_is_refused(self):
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder:
-                continue
+        for model, inputs in self._decoders():
             with torch.no_grad():
                 cache = model(inputs["input_ids"], use_cache=True).past_key_values
                 with pytest.raises((ValueError, RuntimeError)):

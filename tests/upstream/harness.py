@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import types
+import unittest
 from pathlib import Path
 from unittest.mock import patch
 
@@ -78,6 +79,14 @@ def _load():
 
 
 _ModelTesterMixin, ConfigTester, TrainingTesterMixin, fsdp_checks = _load()
+
+
+ROPE_SCALING = tuple(f"test_model_rope_scaling_from_config_{kind}" for kind in ("0_linear", "1_dynamic", "2_yarn"))
+
+
+def skipping(reason: str, *names: str) -> type:
+    """A first base of tests that leaves some of them out."""
+    return type("Skipping", (), {name: unittest.skip(reason)(lambda self: None) for name in names})
 
 
 class ModelTesterMixin(_ModelTesterMixin):

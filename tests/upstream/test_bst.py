@@ -3,29 +3,28 @@ Block-Recurrent layers, Llama's layers, retrieval, and the bidirectional encoder
 
 import unittest
 
-from hf_hybrid_ssm import (
-    BstConfig,
-    BstForCausalLM,
-    BstForMaskedLM,
-    BstForMultipleChoice,
-    BstForQuestionAnswering,
-    BstForSequenceClassification,
-    BstForTokenClassification,
-    BstModel,
+from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstModel
+from tests.tiny_models import classes_of
+from tests.upstream.harness import (
+    ROPE_SCALING,
+    CausalFamilyTests,
+    CausalTester,
+    ConfigTester,
+    ModelTesterMixin,
+    OtherLayers,
+    skipping,
 )
-from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin, OtherLayers
+
+WithoutRotary = skipping(
+    "positions are relative biases and blocks by default; there is no rotary embedding to scale or to cut",
+    *ROPE_SCALING,
+    "test_model_rope_with_partial_rotation",
+)
 
 
-class BstTest(CausalFamilyTests, unittest.TestCase):
+class BstTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
     config_class = BstConfig
-    all_model_classes = (
-        BstModel,
-        BstForCausalLM,
-        BstForSequenceClassification,
-        BstForTokenClassification,
-        BstForMultipleChoice,
-        BstForQuestionAnswering,
-    )
+    all_model_classes = tuple(classes_of("bst sh s4d").values())
     tester_config = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -38,18 +37,6 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
         "ssm_state_size": 4,
         "filter_length": 16,
     }
-
-    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_0_linear(self): ...
-
-    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
-    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_2_yarn(self): ...
-
-    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to cut")
-    def test_model_rope_with_partial_rotation(self): ...
 
 
 # Other layers under the bare model and the language model. The other heads read the last hidden states whatever
@@ -82,22 +69,10 @@ class BstRetrievalTest(OtherLayers, BstTest):
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}
 
 
-class BstEncoderTest(ModelTesterMixin, unittest.TestCase):
-    all_model_classes = (
-        BstModel,
-        BstForMaskedLM,
-        BstForSequenceClassification,
-        BstForTokenClassification,
-        BstForMultipleChoice,
-        BstForQuestionAnswering,
-    )
+class BstEncoderTest(WithoutRotary, ModelTesterMixin, unittest.TestCase):
+    all_model_classes = tuple(classes_of("bst s5 bidirectional").values())
     has_attentions = False
     test_resize_embeddings = True
-
-    test_model_rope_scaling_from_config_0_linear = BstTest.test_model_rope_scaling_from_config_0_linear
-    test_model_rope_scaling_from_config_1_dynamic = BstTest.test_model_rope_scaling_from_config_1_dynamic
-    test_model_rope_scaling_from_config_2_yarn = BstTest.test_model_rope_scaling_from_config_2_yarn
-    test_model_rope_with_partial_rotation = BstTest.test_model_rope_with_partial_rotation
 
     def setUp(self):
         fields = BstTest.tester_config | {"bidirectional": True}

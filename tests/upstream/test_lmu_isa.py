@@ -2,28 +2,16 @@
 
 import unittest
 
-from hf_hybrid_ssm import (
-    LmuIsaConfig,
-    LmuIsaForCausalLM,
-    LmuIsaForMultipleChoice,
-    LmuIsaForQuestionAnswering,
-    LmuIsaForSequenceClassification,
-    LmuIsaForTokenClassification,
-    LmuIsaModel,
-)
-from tests.upstream.harness import CausalFamilyTests, OtherLayers
+from hf_hybrid_ssm import LmuIsaConfig
+from tests.tiny_models import classes_of
+from tests.upstream.harness import ROPE_SCALING, CausalFamilyTests, OtherLayers, skipping
+
+WithoutRotary = skipping("the memory knows the order of tokens; there is no rotary embedding to scale", *ROPE_SCALING)
 
 
-class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
+class LmuIsaTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
     config_class = LmuIsaConfig
-    all_model_classes = (
-        LmuIsaModel,
-        LmuIsaForCausalLM,
-        LmuIsaForSequenceClassification,
-        LmuIsaForTokenClassification,
-        LmuIsaForMultipleChoice,
-        LmuIsaForQuestionAnswering,
-    )
+    all_model_classes = tuple(classes_of("lmu-isa").values())
     tester_config = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -32,15 +20,6 @@ class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
         "lmu_theta": 10.0,
         "post_intermediate_size": 40,
     }
-
-    @unittest.skip("the memory knows the order of tokens; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_0_linear(self): ...
-
-    @unittest.skip("the memory knows the order of tokens; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
-    @unittest.skip("the memory knows the order of tokens; there is no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_2_yarn(self): ...
 
 
 class LmuIsaGlobalTest(OtherLayers, LmuIsaTest):

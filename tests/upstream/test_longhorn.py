@@ -4,43 +4,22 @@ import unittest
 
 import torch
 
-from hf_hybrid_ssm import (
-    LonghornConfig,
-    LonghornForCausalLM,
-    LonghornForMultipleChoice,
-    LonghornForQuestionAnswering,
-    LonghornForSequenceClassification,
-    LonghornForTokenClassification,
-    LonghornModel,
-)
-from tests.upstream.harness import CausalFamilyTests, OtherLayers
+from hf_hybrid_ssm import LonghornConfig
+from tests.tiny_models import classes_of
+from tests.upstream.harness import ROPE_SCALING, CausalFamilyTests, OtherLayers, skipping
 
-CLASSES = (
-    LonghornModel,
-    LonghornForCausalLM,
-    LonghornForSequenceClassification,
-    LonghornForTokenClassification,
-    LonghornForMultipleChoice,
-    LonghornForQuestionAnswering,
-)
+CLASSES = tuple(classes_of("longhorn").values())
+WithoutRotary = skipping("a pure recurrence has no rotary embedding to scale", *ROPE_SCALING)
+WithoutDynamicScaling = skipping("positions that follow from a text's length are refused", ROPE_SCALING[1])
 
 
-class LonghornTest(CausalFamilyTests, unittest.TestCase):
+class LonghornTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
     config_class = LonghornConfig
     all_model_classes = CLASSES
     tester_config = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 
-    @unittest.skip("a pure recurrence has no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_0_linear(self): ...
 
-    @unittest.skip("a pure recurrence has no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
-    @unittest.skip("a pure recurrence has no rotary embedding to scale")
-    def test_model_rope_scaling_from_config_2_yarn(self): ...
-
-
-class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
+class LonghornHybridTest(WithoutDynamicScaling, CausalFamilyTests, unittest.TestCase):
     config_class = LonghornConfig
     all_model_classes = CLASSES
     has_attentions = True
@@ -55,9 +34,6 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
         "sliding_window": 5,
     }
 
-    @unittest.skip("positions that follow from a text's length are refused")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
     def test_attention_outputs(self):
         """As upstream, but only full attention has a matrix of weights to return."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
@@ -71,13 +47,10 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
             torch.testing.assert_close(attentions[0].sum(-1), torch.ones(batch, 4, length))
 
 
-class LonghornWindowTest(OtherLayers, CausalFamilyTests, unittest.TestCase):
+class LonghornWindowTest(OtherLayers, WithoutDynamicScaling, CausalFamilyTests, unittest.TestCase):
     config_class = LonghornConfig
     all_model_classes = CLASSES[:2]  # a head reads the last hidden states whatever computed them
     tester_config = LonghornHybridTest.tester_config | {
         "layer_types": ["longhorn", "window_attention"],
         "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
     }
-
-    @unittest.skip("positions that follow from a text's length are refused")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...

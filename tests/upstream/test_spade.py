@@ -19,7 +19,14 @@ from hf_hybrid_ssm import (
     SpadeSeq2SeqModel,
 )
 from tests.upstream.generation_checks import GenerationTesterMixin
-from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin
+from tests.upstream.harness import (
+    ROPE_SCALING,
+    CausalFamilyTests,
+    CausalTester,
+    ConfigTester,
+    ModelTesterMixin,
+    skipping,
+)
 
 TINY = {
     "hidden_size": 32,
@@ -31,15 +38,9 @@ TINY = {
 }
 
 
-class WithoutRotary:
-    @unittest.skip("positions are relative biases and states, not rotary embeddings that could be scaled")
-    def test_model_rope_scaling_from_config_0_linear(self): ...
-
-    @unittest.skip("positions are relative biases and states, not rotary embeddings that could be scaled")
-    def test_model_rope_scaling_from_config_1_dynamic(self): ...
-
-    @unittest.skip("positions are relative biases and states, not rotary embeddings that could be scaled")
-    def test_model_rope_scaling_from_config_2_yarn(self): ...
+WithoutRotary = skipping(
+    "positions are relative biases and states, not rotary embeddings that could be scaled", *ROPE_SCALING
+)
 
 
 class SpadeTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
