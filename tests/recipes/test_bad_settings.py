@@ -121,6 +121,7 @@ BAD = [
     (TableArguments, {"tasks": ["chess"]}, "tasks names .'chess'"),
     (TableArguments, {"limit": 0}, "limit=0 must be at least 1"),
     (TableArguments, {"data_folder": "/nowhere"}, "data_folder='/nowhere' holds no folder lm_eval_tasks"),
+    (UpcyclingRecallArguments, {"seeds": []}, r"seeds=\[\] must name at least one"),
     (WordArguments, {"sequence_length": 8, "context": 8}, "context=8 must lie"),
     (WordArguments, {"train_files": []}, "either train_files or dataset_name"),
     (WordArguments, {"momentum": 1.0}, "momentum=1.0"),

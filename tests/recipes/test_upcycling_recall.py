@@ -77,7 +77,6 @@ def test_right_answers_are_counted_at_queries():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"seeds": []}, "seeds must name at least one"),
         ({"students": {"teacher": {}}}, "students: 'teacher' is the name"),
         ({"tasks": {"a": {"align": {}}}}, r"tasks: 'a' has \['align'\]; it must have one of pairs, first_token"),
         ({"tasks": {"a": {"pairs": {}, "algin": {}}}}, r"'a' has \['algin'\], which are not among"),
