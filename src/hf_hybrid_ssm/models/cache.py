@@ -124,7 +124,7 @@ def read_rows(cache: Cache | None, shape: torch.Size | tuple[int, ...], **inputs
 
 def _may_overwrite(layers: list[RecurrentStateLayer]) -> bool:
     """Whether a step may compute the next states of all layers in place of those in the cache."""
-    return all(layer.may_be_overwritten() for layer in layers if layer.states)
+    return not [layer for layer in layers if layer.states and not layer.may_be_overwritten()]
 
 
 FITTERS: dict[str, Callable[[Any, Any], None]] = {}
@@ -162,11 +162,10 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
         cache.layer_class_to_replicate = None
     fit_cache(cache, config)
     layers, layer_types = cache.layers, getattr(config, "cache_layer_types", None) or config.layer_types
-    # fewer layers run while generation exits early
-    used = getattr(config, "num_decoder_layers", config.num_hidden_layers)
-    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types[:used]]
+    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in layer_types]
     held = [is_recurrent_state_layer(layer) for layer in layers]
-    if held[:used] != wanted or len(held) not in (used, len(layer_types)):
+    # fewer layers run while generation exits early
+    if held != wanted and held != wanted[: getattr(config, "num_decoder_layers", config.num_hidden_layers)]:
         filled = any(
             getattr(layer, "is_initialized", False) and not is_recurrent_state_layer(layer) for layer in layers
         )

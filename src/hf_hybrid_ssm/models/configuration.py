@@ -19,9 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
-# of what the layers of a family keep such states
-OF_FAMILIES = ("longhorn", "window_attention", "bst", "block_recurrent")
-STATE_LAYER_TYPES = (STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE, *OF_FAMILIES)
+STATE_LAYER_TYPES = [STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE]
+"""All types whose cache holds such states; a family adds those of its own (`state_layer_types`)."""
 
 GPT2_END_OF_TEXT = 50256
 ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -64,12 +63,14 @@ class Hooks:
             its teacher; None if the folder holds no delta.
         prefix_cache_of_process: the cache of states by prefix that `generate` uses where it is given none; None if
             this process has none.
+        register_layer_types: gives transformers' caches a layer for each of `STATE_LAYER_TYPES`.
     """
 
     code_exporter: Callable[[type], ModuleType | None] | None = None
     check_weight_files: Callable[[Any], None] | None = None
     delta_arguments: Callable[[Any, Any, dict[str, Any]], dict[str, Any] | None] | None = None
     prefix_cache_of_process: Callable[[], Any] | None = None
+    register_layer_types: Callable[[], None] | None = None
 
 
 HOOKS = Hooks()
@@ -161,11 +162,16 @@ class HybridConfigMixin(SavedWithCode):
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    # those of `layer_types` whose cache holds states
+    state_layer_types: ClassVar[tuple[str, ...]] = ()
     _following: frozenset[str]
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         cls.__eq__ = _equal  # type: ignore[method-assign]  # or the dataclass reads fields that are absent
         super().__init_subclass__(*args, **kwargs)
+        STATE_LAYER_TYPES.extend(kind for kind in cls.state_layer_types if kind not in STATE_LAYER_TYPES)
+        if HOOKS.register_layer_types is not None:
+            HOOKS.register_layer_types()
 
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]

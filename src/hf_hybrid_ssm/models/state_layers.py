@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from hf_hybrid_ssm.models.configuration import STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.configuration import HOOKS, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.ops.core.pages import Attend, PagedState, ServedKeys
 
@@ -357,10 +357,16 @@ class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
     keeps_all_tokens = True
 
 
-DYNAMIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, RecurrentStateLayer))
-DYNAMIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StateAndKeysLayer
-STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
-STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
+def register_layer_types() -> None:
+    """Caches that transformers makes of a configuration get these layers."""
+    DYNAMIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, RecurrentStateLayer))
+    DYNAMIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StateAndKeysLayer
+    STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
+    STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
+
+
+register_layer_types()
+HOOKS.register_layer_types = register_layer_types
 
 
 def _clone_if_view(state: torch.Tensor) -> torch.Tensor:

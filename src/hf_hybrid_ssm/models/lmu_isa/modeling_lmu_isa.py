@@ -83,7 +83,7 @@ def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
     if config.first_sublayer == "window_attention":
         assert config.sliding_window is not None  # `LmuIsaConfig` refuses such layers without it
         left = config.sliding_window - 1
-    options = {"bias": config.use_bias, "dropout": config.attention_dropout}
+    options: dict[str, Any] = {"bias": config.use_bias, "dropout": config.attention_dropout}
     return LocalSelfAttention(config.hidden_size, config.num_attention_heads, window=(left, 0), **options)
 
 
