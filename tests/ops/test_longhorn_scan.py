@@ -1,6 +1,5 @@
 """The Longhorn scan: golden numbers, every backend against the float64 reference, properties, extremes, refusals."""
 
-
 import pytest
 import torch
 
