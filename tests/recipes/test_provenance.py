@@ -15,7 +15,7 @@ from benchmarks.table_text import RESULTS
 from benchmarks.tables import source
 
 COMMITS = r"[0-9a-f]{7,40}\+?(, [0-9a-f]{7,40}\+?)*"  # several where a run went on after one
-MEASURED = sorted(path for path in RESULTS.glob("*.json") if not path.stem.startswith("invariants"))
+MEASURED = sorted(RESULTS.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
