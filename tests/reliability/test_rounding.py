@@ -1,10 +1,9 @@
-"""Three large relative differences that were seen between float32 (or bfloat16) and float64, and what they are."""
+"""Large relative differences that were seen between float32 (or bfloat16) and float64, and what they are."""
 
 import copy
 
 import pytest
 import torch
-from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
@@ -34,13 +33,6 @@ def test_gradients_of_s4_follow_the_powers_of_its_matrix(length, slower):
     (exact(u.double())[0] * weights.double()).sum().backward()
     errors = {name: relative(p.grad, exact.get_parameter(name).grad) for name, p in mixer.named_parameters()}
     assert max(errors.values()) < 1e-4, errors
-
-
-def test_one_unit_at_zero_changes_a_gradient():
-    """The kind of the difference above: the gradient of a rectified unit jumps where its input passes 0."""
-    x = torch.tensor([1.1e-7, 0.5], requires_grad=True)
-    for shift, wanted in ((0.0, [1.0, 1.0]), (-1e-6, [0.0, 1.0])):
-        assert torch.autograd.grad(nn.functional.relu(x + shift).sum(), x)[0].tolist() == wanted
 
 
 def test_gradients_of_two_tokens():
