@@ -26,9 +26,9 @@ from hf_hybrid_ssm.models.official_state_dict import (
 )
 from hf_hybrid_ssm.models.spade import convert_official_seq2seq
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.convert_official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
-from hf_hybrid_ssm.models.spade.official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 
 PARAMETERS = ("weight", "bias")
 LAYER_KEYS = {

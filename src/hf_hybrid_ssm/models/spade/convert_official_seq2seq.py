@@ -15,8 +15,8 @@ import torch
 
 from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.convert_official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
-from hf_hybrid_ssm.models.spade.official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 
 EMBEDDING, POSITIONS, HEAD = "shared.weight", "decoder.pos_embed.weight", "lm_head.weight"
 PADDING = 1  # the official positions count from the row after it, whatever pad_token_id says
