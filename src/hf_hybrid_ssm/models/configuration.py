@@ -44,8 +44,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 if TYPE_CHECKING:
     Derived = Annotated[T, "derived"]
+    from transformers import PreTrainedConfig as _Mixed  # what a mixin stands before
 else:
     Derived = T | None
+    _Mixed = object
 """A field that is computed from other fields unless it is set; None stands for the default, and is never read."""
 DERIVED: Any = None
 
@@ -119,11 +121,10 @@ def _equal(one: Any, other: Any) -> bool:
     return all(getattr(one, name, None) == getattr(other, name, None) for name in one.__dataclass_fields__)
 
 
-class SavedWithCode:
+class SavedWithCode(_Mixed):
     """A configuration that takes along the code of its models; placed before `PreTrainedConfig`."""
 
     model_type: ClassVar[str]
-    push_to_hub: Callable[..., Any]
 
     @property
     def code_exporter(self) -> ModuleType | None:
@@ -135,10 +136,10 @@ class SavedWithCode:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
         exporter = self.code_exporter if getattr(self, "auto_map", None) else None
         if exporter is None:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
             return
         self.auto_map = exporter.auto_map_of(self.model_type)
-        super().save_pretrained(save_directory)  # type: ignore[misc]
+        super().save_pretrained(save_directory)
         exporter.write_code(save_directory, self.model_type)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
@@ -174,8 +175,8 @@ class HybridConfigMixin(SavedWithCode):
             HOOKS.register_layer_types()
 
     def __post_init__(self, **kwargs):
-        is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
-        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        is_saved = self.transformers_version is not None
+        fields = self.__dataclass_fields__
         self._following = frozenset(name for name in self.derived if getattr(self, name, None) == fields[name].default)
         if is_saved:
             # A saved configuration names every field; what equals the derived value was derived then, and is again.
@@ -189,13 +190,13 @@ class HybridConfigMixin(SavedWithCode):
         num_labels = kwargs.get("num_labels")
         if isinstance(num_labels, int) and num_labels < 1:
             raise ValueError(f"num_labels={num_labels} must be positive.")
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+        super().__post_init__(**kwargs)
         for name in kwargs:
             self._warn_of_unknown(name)
 
     def _warn_of_unknown(self, name: str) -> None:
         """transformers keeps every other keyword as an attribute, a misspelt field too."""
-        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        fields = self.__dataclass_fields__
         is_known = name in fields or name in EXTRA_FIELDS or name.startswith("_") or hasattr(type(self), name)
         if is_known or name not in self.__dict__:  # what transformers read is not kept
             return
@@ -207,7 +208,7 @@ class HybridConfigMixin(SavedWithCode):
         if self._is_computed(name, value):
             return
         super().__setattr__(name, value)
-        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        fields = self.__dataclass_fields__
         if "_following" not in self.__dict__ or name not in fields:  # the former while the fields are first filled
             return
         if name in self.derived:
@@ -244,7 +245,7 @@ class HybridConfigMixin(SavedWithCode):
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers: every field with its value."""
-        output = super().to_dict()  # type: ignore[misc]
+        output = super().to_dict()
         output.pop("_following", None)
         return output
 
@@ -256,7 +257,7 @@ class HybridConfigMixin(SavedWithCode):
             ValueError: what is saved may not be (see `check_saved_configuration`).
         """
         check_saved_configuration(config_dict, cls)
-        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        return super().from_dict(config_dict, **kwargs)
 
     def validate_layer_type(self) -> None:
         """Overridden by configurations whose `layer_types` is a field."""
@@ -303,7 +304,7 @@ class HybridConfigMixin(SavedWithCode):
 
     def check_relative_bias(self, *, two_sided: bool) -> None:
         """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
-        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance  # type: ignore[attr-defined]
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
         unit = 4 if two_sided else 2
         if buckets < unit or buckets % unit:
             reason = (
@@ -323,9 +324,9 @@ class HybridConfigMixin(SavedWithCode):
 
     def check_rope(self) -> None:
         """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
-        if self.head_dim % 2:  # type: ignore[attr-defined]
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
-        rope = self.rope_parameters or {}  # type: ignore[attr-defined]
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
+        rope = self.rope_parameters or {}
         kind, theta = _rope_type(rope), rope.get("rope_theta")
         known = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name not in ROPE_BY_LENGTH))
         if kind in ROPE_BY_LENGTH:
@@ -345,7 +346,7 @@ class HybridConfigMixin(SavedWithCode):
 
     def check_grouped_heads(self) -> None:
         """Each key and value head serves equally many query heads."""
-        heads, groups = self.num_attention_heads, self.num_key_value_heads  # type: ignore[attr-defined]
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
 
@@ -374,7 +375,7 @@ class HybridConfigMixin(SavedWithCode):
 
     def check_layer_types(self, choices: tuple[str, ...]) -> None:
         """`layer_types` must name one of `choices` for each layer."""
-        kinds, layers = self.layer_types, self.num_hidden_layers  # type: ignore[attr-defined]
+        kinds, layers = self.layer_types, self.num_hidden_layers
         if len(kinds) != layers:
             raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers={layers}.")
         if unknown := sorted(set(kinds) - set(choices)):

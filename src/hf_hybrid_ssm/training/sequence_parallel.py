@@ -88,8 +88,9 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
 
 
 def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
-    kinds = set(getattr(model.config, "layer_types", ()))
-    if family_of(model.config.model_type).recurrent_states is None or kinds != {STATE_LAYER_TYPE}:
+    kinds, own = set(getattr(model.config, "layer_types", ())), model.config.model_type
+    is_recurrent = kinds in ({own}, {STATE_LAYER_TYPE})  # the family's own layers, or those of a family without others
+    if family_of(own).recurrent_states is None or not is_recurrent:
         able = " or ".join(family.card.name for family in FAMILIES if family.card and family.recurrent_states)
         raise ValueError(
             f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
