@@ -16,11 +16,11 @@ def defect_of_device(name: str | None) -> str | None:
         device = torch.device(name)
     except RuntimeError:
         return "is not a device of torch, such as cpu, cuda or cuda:1"
-    module = getattr(torch, device.type, None)  # torch.cuda, torch.xpu, torch.mps, torch.cpu
+    module: Any = getattr(torch, device.type, None)  # torch.cuda, torch.xpu, torch.mps, torch.cpu
     if not getattr(module, "is_available", lambda: False)():
         return f"is not available: this torch ({torch.__version__}) finds no such device. Leave it out, or give cpu"
-    if device.index is not None and device.index >= module.device_count():  # type: ignore[union-attr]
-        return f"is not available: this machine has {module.device_count()} of them"  # type: ignore[union-attr]
+    if device.index is not None and device.index >= module.device_count():
+        return f"is not available: this machine has {module.device_count()} of them"
     return None
 
 

@@ -19,9 +19,7 @@ class RecurrentMixin:
     takes_pages = False
     """Whether each of the states in `past` may be a `PagedState`, for one token (`PagedLayer`)."""
 
-    def forward_rows(
-        self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any
-    ) -> tuple[torch.Tensor, States]:
+    def forward_rows(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, States]:
         """Mix rows (B, L, ...) whose real tokens come first; `options` are the layer's own.
 
         Args:

@@ -10,7 +10,7 @@ import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 OF_GENERATE = ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")
 ADDS_FULL_MASKS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
 """Beside a mask of ones, positions that restart say nothing of documents; later versions drop such a mask."""
+
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin as _Mixed  # what the mixin stands before
+else:
+    _Mixed = object
 
 
 class RowsThatEnd(StoppingCriteriaList):
@@ -60,7 +66,7 @@ def reads_padding() -> bool:
     return call is not None and call.reads_padding
 
 
-class HybridGenerationMixin:
+class HybridGenerationMixin(_Mixed):
     """`generate` by both names of the cache, from the states of earlier texts, with a mask of ended rows."""
 
     config: Any
@@ -94,7 +100,7 @@ class HybridGenerationMixin:
         cache = take_cache(kwargs)
         token = _CALL.set(_Call(cache is not None))
         try:
-            return with_both_names(super().generate(*args, **kwargs | ({} if cache is None else {CACHE: cache})))  # type: ignore[misc]
+            return with_both_names(super().generate(*args, **kwargs | ({} if cache is None else {CACHE: cache})))
         finally:
             _CALL.reset(token)
 
@@ -118,7 +124,7 @@ class HybridGenerationMixin:
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_GENERATE}
         options = {CACHE: cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
         options |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
-        inputs = super().prepare_inputs_for_generation(input_ids, **options)  # type: ignore[misc]
+        inputs = super().prepare_inputs_for_generation(input_ids, **options)
         inputs |= {OLD: inputs[CACHE]} if CACHE in inputs else {}
         if self.continues_texts:
             inputs["continues_documents"] = not is_first_iteration and not reads_padding()
@@ -130,7 +136,7 @@ class HybridGenerationMixin:
         """As in transformers; an assistant's cache may forget, and then a new one takes its place."""
         if generation_config.is_assistant and has_forgotten(model_kwargs.get(CACHE)):
             del model_kwargs[CACHE]
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if (cache := model_kwargs.get(CACHE)) is not None:
             fit_cache(cache, self.config)
             if generation_config.is_assistant:
@@ -143,7 +149,7 @@ class HybridGenerationMixin:
         Raises:
             ValueError: the cache already holds tokens, which versions before 5.18 find by the mask.
         """
-        mask = super()._prepare_attention_mask_for_generation(inputs, generation_config, model_kwargs)  # type: ignore[misc]
+        mask = super()._prepare_attention_mask_for_generation(inputs, generation_config, model_kwargs)
         positions = model_kwargs.get("position_ids") if ADDS_FULL_MASKS else None
         if positions is None or bool((positions.diff() == 1).all()) or not bool((mask == 1).all()):
             return mask
@@ -169,7 +175,7 @@ class HybridGenerationMixin:
 
     def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; remembers ended rows where they get padding and the cache outlives the call."""
-        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
+        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
         call = _CALL.get()
         if call is None or not (call.cache_was_given or generation_config.return_dict_in_generate):
             return criteria
@@ -183,7 +189,7 @@ class HybridGenerationMixin:
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """As in transformers, but the column of the next token is 0 in ended rows."""
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         call = _CALL.get()
         if call is None or call.rows is None or (ended := call.rows.ended) is None:
             return model_kwargs

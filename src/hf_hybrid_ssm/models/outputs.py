@@ -8,12 +8,16 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 from transformers import generation
 from transformers import modeling_outputs as modeling
 
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput as _Mixed  # what the mixin stands before
+else:
+    _Mixed = object
 Output = TypeVar("Output")
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24) else OLD
@@ -60,17 +64,17 @@ def by_both_cache_names(function: Callable) -> Callable:
     return taking_both
 
 
-class CacheByBothNames:
+class CacheByBothNames(_Mixed):
     """An output whose cache is found by both names, as attribute and as key."""
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(_field(key))  # type: ignore[misc]
+        return super().__getitem__(_field(key))
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(_field(key))  # type: ignore[misc]
+        return super().__contains__(_field(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(_field(key), default)  # type: ignore[misc]
+        return super().get(_field(key), default)
 
 
 def _field(key: Any) -> Any:

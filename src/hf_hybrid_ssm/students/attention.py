@@ -111,7 +111,7 @@ class WindowedAttention(RecurrentMixin):
         by_group = heads.unflatten(1, (self.groups, -1))
         return torch.cat([by_group[:, group] for group in groups], 1)
 
-    def forward_rows(  # type: ignore[override]
+    def forward_rows(
         self,
         *inputs: torch.Tensor,
         past: States,

@@ -59,7 +59,7 @@ class HeadMixer(LonghornMixer):
         """As of `RecurrentMixin.forward_rows`."""
         return self.forward_rows(*inputs, past=past, rows=rows)
 
-    def forward_rows(  # type: ignore[override]
+    def forward_rows(
         self, u: torch.Tensor, *angles: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         x, z = self.in_proj(u).chunk(2, dim=-1)

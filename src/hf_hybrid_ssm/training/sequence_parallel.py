@@ -123,7 +123,8 @@ class _ShardLayer(RecurrentStateLayer):
         self.group, self.continues = group, continues
         weight = model.get_input_embeddings().weight
         self.wide, self.device = torch.promote_types(weight.dtype, torch.float32), weight.device
-        states = family_of(model.config.model_type).recurrent_states(model.config)  # type: ignore[misc]
+        shapes_of: Any = family_of(model.config.model_type).recurrent_states
+        states = shapes_of(model.config)
         self.shapes = {name: (batch, *shape) for name, shape in states.items()}
         self.send_token: torch.Tensor | None = None
 

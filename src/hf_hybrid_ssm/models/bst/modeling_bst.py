@@ -129,7 +129,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.feed_forward = FeedForward(*sizes, ACT2FN[config.hidden_act], bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
         normed = self.attention_norm(x)
         return self.attention(self.dropout(normed) if self.training else normed, x, past, rows)
 

@@ -113,7 +113,7 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.post_feed_forward = _feed_forward(config, config.post_intermediate_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def forward_rows(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
         """The first two branches."""
         states: States = {}
         if self.attention is not None:

@@ -118,7 +118,7 @@ class LonghornWindowAttention(RecurrentMixin, LonghornAttention):
         """As of `LonghornAttention`, without weights."""
         return self.forward_with_cache(*self.heads(hidden_states, position_embeddings), rows=rows, cache=cache), None
 
-    def forward_rows(self, *heads: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def forward_rows(self, *heads: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
         queries, keys, values = (x.transpose(1, 2) for x in heads)
         if not past and rows.documents is None and is_flash_attention_requested(self.config):
             # a row's only document from its start; padding comes after all tokens that look back

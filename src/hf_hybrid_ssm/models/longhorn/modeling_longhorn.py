@@ -76,7 +76,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         """(B, L, M) → (B, L, M)."""
         return self.forward_with_cache(u, rows=rows, cache=cache)
 
-    def forward_rows(self, u: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def forward_rows(self, u: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x, conv = self.conv1d(x, rows, past.get("conv"))
         d, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)

@@ -148,7 +148,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         """(B, L, d) → (B, L, d); `options` are those of `forward_with_cache`, and `bias`, shared by all layers."""
         return self.forward_with_cache(x, **options)
 
-    def forward_rows(  # type: ignore[override]
+    def forward_rows(
         self, x: torch.Tensor, *, past: States, rows: Rows, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
         if self.ssm is None:
