@@ -66,7 +66,7 @@ CONTENTS = {
     "README": {
         "Use": [
             *("quickstart", "/examples/README", "fine_tuning", "training", "generating", "batching"),
-            *("serving", "command_line", "upcycling", "sharing"),
+            *("serving", "command_line", "upcycling", "sharing", "works_with"),
         ],
         "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa", "layers"],
         "Evidence": ["experiments", "comparison", "quality"],

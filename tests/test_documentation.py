@@ -132,6 +132,18 @@ def test_jobs_and_targets_that_a_page_names_are_there(page):
     assert set(JOB.findall(text)) <= set(reporting.JOBS) and set(TARGET.findall(text)) <= set(targets)
 
 
+def test_versions_that_the_page_of_programs_names_are_those_tested():
+    files = ["constraints.txt", "tests/matrix/requirements.txt", "tests/serving/engine/requirements.txt"]
+    pinned = dict(
+        line.split("==") for name in files[::-1] for line in (ROOT / name).read_text().split() if "==" in line
+    )
+    row = r"^\| \[([\w-]+)\]\(.*?\) \| ([\d.]+).*? \| `(tests/[\w/.]+)` \|$"
+    rows = re.findall(row, (ROOT / "docs/works_with.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 12
+    for program, version, test in rows:
+        assert pinned[program] == version and (ROOT / test).exists(), program
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)
 def test_recipes_say_what_they_do(script):
     assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
