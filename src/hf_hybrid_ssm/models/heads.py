@@ -117,7 +117,7 @@ class Head:
         logits, loss = self._predict(self._read(outputs.last_hidden_state, inputs), targets, **options, **kwargs)
         fields = {"loss": loss, "hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
         if hasattr(self.output_class, CACHE):
-            fields[CACHE] = outputs.cache
+            fields[CACHE] = getattr(outputs, CACHE)
         return self._output(logits, **fields)
 
 

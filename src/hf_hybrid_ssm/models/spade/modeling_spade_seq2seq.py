@@ -323,7 +323,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
         return Seq2SeqLMOutputWithCache(
             loss=loss,
             logits=logits,
-            **{CACHE: outputs.cache},
+            **{CACHE: getattr(outputs, CACHE)},
             decoder_hidden_states=outputs.decoder_hidden_states,
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,
