@@ -81,7 +81,7 @@ def test_a_teacher_becomes_a_hybrid_and_chats(tmp_path):
     """As committed, but for the teacher, which recalls nothing."""
     notebook = run(UPCYCLING, tmp_path, **{TEACHER: stand_in(tmp_path / "teacher")})
     text = printed(notebook)
-    assert "full attention in [7, 15, 17, 18, 21, 23]" in text and "full attention in []" in text
+    assert "full attention in [7, 15, 17, 18, 20, 23]" in text and "full attention in []" in text
     assert len(pictures(notebook)) == 1
     read = [
         tuple(int(n.replace(",", "")) for n in found) for found in re.findall(r"([\d,]+) of ([\d,]+) tokens", text)

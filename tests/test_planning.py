@@ -3,6 +3,7 @@
 import json
 import time
 from functools import cache
+from importlib import import_module
 
 import pytest
 import torch
@@ -213,8 +214,9 @@ def test_window_attention_is_counted(window, held, chunk):
     if chunk:
         seen &= i // chunk == j // chunk
     shapes = [(2, 6, length, 8), (2, 3, held + length, 8), (2, 3, held + length, 5)]
+    import_module("hf_hybrid_ssm.ops.local_attention.native")  # which defines the op
     formula = flop_registry[torch.ops.hf_hybrid_ssm.local_attention_native]
-    counted = formula(*shapes, *[None] * 4, 0.5, [*chunked, chunk, 0])
+    counted = formula(*shapes, *[None] * 6, 0.5, [*chunked, chunk, 0])
     assert counted == 2 * 2 * 6 * int(seen.sum()) * (8 + 5)
 
 

@@ -9,7 +9,7 @@ from pickle import dumps, loads
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_hybrid_ssm import BstConfig, LmuIsaConfig, LonghornConfig, SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.layers.mixers import registry
@@ -241,3 +241,14 @@ def test_configurations_know_of_a_mixer_what_its_class_says(name):
     assert isinstance(declared, MixerType)
     for field in fields_of(MixerType):
         assert getattr(declared, field.name) == getattr(mixer, field.name), field.name
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_saved_configuration_is_read_by_transformers_base_class(variant, tmp_path):
+    """As `Trainer` reads it to resume, and a tokenizer where this package is not installed."""
+    config = config_of(variant)
+    config.save_pretrained(tmp_path)
+    PreTrainedConfig.from_json_file(tmp_path / "config.json")
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert getattr(again, "layer_types", None) == getattr(config, "layer_types", None)
+    assert type(config)(**config.to_dict()).to_dict() == config.to_dict()

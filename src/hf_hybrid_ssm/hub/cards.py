@@ -28,7 +28,7 @@ from hf_hybrid_ssm.students.family import WITHOUT_ATTENTION
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
-HIDDEN_FIELDS = {"architectures", "layer_types", "ssm_layers"}
+HIDDEN_FIELDS = {"architectures", "block_types", "layer_types", "ssm_layers"}
 HIDDEN_FIELDS |= {"student", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FULL_ATTENTION = "full attention"

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
+
 # Types of layers whose cache holds named states, of a recurrence or with the keys of all tokens. They are here rather
 # than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
@@ -22,23 +24,15 @@ STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 STATE_LAYER_TYPES = [STATE_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE]
 """All types whose cache holds such states; a family adds those of its own (`state_layer_types`)."""
 
+SAVED_LAYER_TYPES = "block_types"
+"""What `layer_types` is called in a config.json: resuming and tokenizers read one as transformers' base class, which
+refuses other layer types than transformers' own under that name."""
 GPT2_END_OF_TEXT = 50256
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
 turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
 # what a config.json may hold beside the fields of its configuration
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
-# What transformers has inside. Others ("flash_attention_2", a repository of kernels) are code that it may fetch: they
-# are for whoever loads the model to choose.
-INSIDE = {
-    "attn_implementation": ("eager", "sdpa", "flex_attention"),
-    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
-}
-# the most that is built of a saved configuration, and read of one: entries of a list or an object, letters of a string
-MOST = dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers"), 1024)
-MOST |= {"num_labels": 1 << 16}
-MOST_ENTRIES, LONGEST = 1 << 17, 1 << 16
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -177,6 +171,8 @@ class HybridConfigMixin(SavedWithCode):
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None
         fields = self.__dataclass_fields__
+        if "layer_types" in fields and getattr(self, "layer_types", None) is None and SAVED_LAYER_TYPES in kwargs:
+            self.layer_types = kwargs.pop(SAVED_LAYER_TYPES)
         self._following = frozenset(name for name in self.derived if getattr(self, name, None) == fields[name].default)
         if is_saved:
             # A saved configuration names every field; what equals the derived value was derived then, and is again.
@@ -244,9 +240,11 @@ class HybridConfigMixin(SavedWithCode):
         return name in self._following
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers: every field with its value."""
+        """As in transformers: every field with its value; `layer_types` by the name that it is saved under."""
         output = super().to_dict()
         output.pop("_following", None)
+        if "layer_types" in self.__dataclass_fields__:
+            output[SAVED_LAYER_TYPES] = output.pop("layer_types")
         return output
 
     @classmethod
@@ -380,55 +378,3 @@ class HybridConfigMixin(SavedWithCode):
             raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers={layers}.")
         if unknown := sorted(set(kinds) - set(choices)):
             raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
-
-
-def check_saved_configuration(saved: Mapping[str, Any], config_class: type) -> None:
-    """A config.json may be untrusted: it names no remote code, overrides no method, and its sizes are bounded.
-
-    Raises:
-        ValueError: names the first field that a saved configuration of this class may not have, or not so.
-    """
-    check_sizes(saved)
-    fields = {field.name for field in dataclasses.fields(config_class)} | {"model_type"}
-    for name, value in saved.items():
-        _check_implementations(name, value)
-        known = getattr(config_class, name, None)
-        if known is not None and name not in fields and not isinstance(known, property):
-            raise ValueError(f"{name} is a part of {config_class.__name__} itself, and no field of a configuration.")
-
-
-def check_sizes(saved: Mapping[str, Any]) -> None:
-    """A ValueError that names the first field of any configuration, or of one inside of it, that is beyond what is
-    read or built."""
-    for name, value in saved.items():
-        if isinstance(value, dict):
-            check_sizes(value)
-        most = MOST.get(name)
-        if most is not None and isinstance(value, int) and value > most:
-            raise ValueError(f"{name}={value} is beyond {most:,}, the most that is built of a saved configuration.")
-        if isinstance(value, list | dict) and len(value) > MOST_ENTRIES:
-            raise ValueError(f"{name} has {len(value):,} entries, and at most {MOST_ENTRIES:,} are read.")
-        if isinstance(value, str) and len(value) > LONGEST:
-            raise ValueError(f"{name} has {len(value):,} letters, and at most {LONGEST:,} are read.")
-
-
-def _check_implementations(name: str, value: Any) -> None:
-    """`check_implementation` of a saved field, and of those of a configuration inside of it."""
-    chooses = str(name).removeprefix("_").removesuffix("_internal")
-    check_implementation(chooses, value)
-    if isinstance(value, dict) and chooses not in INSIDE:
-        for inner, chosen in value.items():
-            _check_implementations(inner, chosen)
-
-
-def check_implementation(name: str, value: Any) -> None:
-    """A ValueError if a field that chooses an implementation (by part of the model, where it is an object) names one
-    that transformers does not have inside."""
-    if name not in INSIDE:
-        return
-    for chosen in value.values() if isinstance(value, dict) else (value,):
-        if chosen is not None and chosen not in INSIDE[name]:
-            raise ValueError(
-                f"{name}={chosen!r} is not among {', '.join(map(repr, INSIDE[name]))}, which transformers has inside: "
-                "a saved configuration chooses no other; give it to from_pretrained instead."
-            )

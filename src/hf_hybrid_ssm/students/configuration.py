@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, SavedWithCode, check_saved_configuration
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, SavedWithCode
+from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 KINDS = ("full", "window", "none")
 SINKS = ("constant", "first_token")
