@@ -52,7 +52,7 @@ class BstConfig(SsmConfigMixin, HybridConfigMixin, PreTrainedConfig):
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
         sliding_window (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
         layer_types (`list[str]`, *optional*): `"window_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
-            default from `ssm_layers`.
+            default from `ssm_layers`. A config.json has them as `block_types`.
         ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per key and value
             head) or `"mf"` (one per context state).

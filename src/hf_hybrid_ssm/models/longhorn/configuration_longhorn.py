@@ -48,7 +48,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
         layer_types (`list[str]`, *optional*): One entry for each layer: `"longhorn"`, `"window_attention"` or
-            `"full_attention"`. All Longhorn by default.
+            `"full_attention"`. All Longhorn by default. A config.json has them as `block_types`.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens that window attention sees, including the
             current one.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
