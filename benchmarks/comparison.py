@@ -28,7 +28,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.outputs import CACHE
 from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families

@@ -66,7 +66,7 @@ CONTENTS = {
     "README": {
         "Use": [
             *("quickstart", "/examples/README", "fine_tuning", "training", "generating", "batching"),
-            *("serving", "command_line", "upcycling", "sharing", "works_with"),
+            *("serving", "command_line", "upcycling", "sharing"),
         ],
         "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa", "layers"],
         "Evidence": ["experiments", "comparison", "quality"],
@@ -74,7 +74,7 @@ CONTENTS = {
     },
     "docs/fine_tuning": {"": ["classification", "summarization"]},
     "docs/training": {"": ["scaling"]},
-    "docs/sharing": {"": ["onnx"]},
+    "docs/sharing": {"": ["onnx", "works_with"]},
     "docs/upcycling": {"": ["upcycling_tables"]},
     "docs/experiments": {
         "": [

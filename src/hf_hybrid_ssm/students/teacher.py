@@ -111,7 +111,7 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
     if reason := _why_not(config, model_class):
         raise ValueError(f"{refused}{reason}. {ADVICE}")
     config._attn_implementation = LOOKED_AT
-    look, rotaries, reason = _Look(), [], None
+    look, rotaries, reason, is_built = _Look(), [], None, False
     try:
         # on meta, experts are multiplied in bfloat16 alone
         with torch.inference_mode(False), torch.device("meta"), _dtype(torch.bfloat16):
@@ -119,6 +119,7 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
             look.names = {id(module): name for name, module in model.named_modules()}
             if hasattr(model, "rotary_emb"):
                 model.rotary_emb.register_forward_hook(look.remember_angles)
+            is_built = True
             rotaries = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
             for rotary in rotaries:
                 rotary.register_forward_hook(_require_gradient)
@@ -130,7 +131,7 @@ def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
     except Exception as error:  # whatever a model of transformers does that a student does not know
         first = (str(error).splitlines() or [""])[0]
         reason = f"its layers do not run as others do ({type(error).__name__}: {first})"
-    if not rotaries or (look.layers and all(layer.turned == 0 for layer in look.layers.values())):
+    if (is_built and not rotaries) or (look.layers and all(layer.turned == 0 for layer in look.layers.values())):
         reason = "its positions are not rotary, and a window cannot go beyond those that it has learned"
     elif not look.layers and reason is None:
         reason = "its attention does not pass transformers' attention interface"
