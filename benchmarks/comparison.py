@@ -28,10 +28,10 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hf_hybrid_ssm.models.outputs import CACHE
 from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.models.outputs import CACHE
 
 TOLERANCE = 1e-4  # of the standard deviation of the logits; roundings of float32 reach 3e-5 of it
 SPREAD = 0.7  # of the matrices: wide, so that every layer and every state tells in the logits
