@@ -1,5 +1,6 @@
 """A student is its teacher with windows: every way to read a text gives what the teacher with masks does."""
 
+import copy
 import json
 import re
 
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
 from hf_hybrid_ssm.students.teacher import attention_layers
+from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
 from tests.students.teachers import (
     REFUSED,
     SIZES,
@@ -50,6 +52,15 @@ def test_windows_equal_a_masked_teacher(name):
 def test_all_kept_equals_the_teacher(name):
     ids = tokens(2, LENGTH)
     torch.testing.assert_close(student(name, "kept")(ids).logits, teacher(name)(ids).logits, **tolerance(name))
+
+
+@EVERY
+def test_a_teacher_that_was_saved_is_one_still(name, tmp_path):
+    """transformers leaves the dtype of its configuration a string, which Apertus does not read."""
+    model, ids = copy.deepcopy(teacher(name)), tokens(2, LENGTH)
+    model.save_pretrained(tmp_path)
+    kept, _ = upcycle(Teacher(model), Keep(1.0, "even"))
+    torch.testing.assert_close(kept(ids).logits, teacher(name)(ids).logits, **tolerance(name))
 
 
 @CASES

@@ -120,6 +120,7 @@ def _shapes(model_class: Any, config: Any) -> dict[str, torch.Size]:
     """The tensors of a model that is made anew, without their memory."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the weights are the same, and nothing else has to be installed
+    config.dtype = None  # a string once a model was saved, which some layers do not read
     with torch.device("meta"):
         return {name: value.shape for name, value in model_class(config).state_dict().items()}
 
