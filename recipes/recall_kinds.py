@@ -102,7 +102,8 @@ def _judge(
         return {"mean": {part: sum(text[part] for text in each) / len(each) for part in each[0]}, "by_text": each}
 
     def cache() -> dict[str, int]:
-        return {str(length): cache_bytes(model.config, length, "bfloat16") for length in arguments.cache_lengths}
+        lengths = arguments.cache_lengths
+        return dict(zip(map(str, lengths), cache_bytes(model.config, lengths, "bfloat16")))
 
     found: dict[str, Any] = {"cache_bytes": once(file("cache"), cache), "answers": {}}
     for length, several in texts.items():

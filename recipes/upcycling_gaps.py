@@ -154,7 +154,7 @@ def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> d
         "loss": statistics.mean(short.values()),
         "losses_in_long_windows": long,
         "loss_in_long_windows": statistics.mean(long.values()),
-        "cache_bytes": cache_bytes(model.config, STATE_LENGTH, "bfloat16"),
+        "cache_bytes": cache_bytes(model.config, [STATE_LENGTH], "bfloat16")[0],
     }
 
 

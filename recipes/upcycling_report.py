@@ -139,7 +139,8 @@ class Judge:
 
     def _cache(self, model: Callable[[], Any]) -> dict[str, int]:
         config = model().config
-        return {f"{length}": cache_bytes(config, length, "bfloat16") for length in self.arguments.cache_lengths}
+        lengths = self.arguments.cache_lengths
+        return dict(zip(map(str, lengths), cache_bytes(config, lengths, "bfloat16")))
 
     def _written(self, model: Callable[[], Any]) -> dict[str, Any]:
         prompts = torch.cat([text[:, :64] for text in self.texts])
@@ -187,21 +188,20 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
 
 
 def _chosen(teacher: Teacher, keep: Keep, folder: Path) -> dict[str, Any]:
-    """The layers that are kept. A ranking does not depend on how many they are, so it lies in the folder."""
+    """The layers that are kept. One ranking down to the last layer tells all counts, so it lies in the folder."""
 
-    def choose() -> dict[str, Any]:
-        choice = choose_layers(teacher, keep)
-        ranking = None if choice.ranking is None else choice.ranking.layers
-        return {"layers": choice.layers, "text": str(choice), "ranking": ranking}
+    def rank() -> dict[str, Any]:
+        choice = choose_layers(teacher, replace(keep, parts=1), is_tried=False)
+        return {"ranking": choice.ranking and choice.ranking.layers, "text": str(choice.ranking)}
 
     parts = keep.parts_of(teacher.config)
-    if not isinstance(keep.parts, int | float) or not parts or keep.by == "even":
-        return choose()
-    found = once(folder / f"ranking-by-{keep.by or 'default'}-{keep.window}.json", choose)
-    if found["ranking"] is None:  # the teacher does not recall, or all is kept
-        return choose()
-    layers = sorted(found["ranking"][: len(parts)])
-    return {"layers": layers, "text": found["text"] if layers == found["layers"] else f"kept ({keep.by}): {layers}"}
+    if isinstance(keep.parts, int | float) and parts and keep.by != "even":
+        found = once(folder / f"ranking-by-{keep.by or 'default'}-{keep.window}.json", rank)
+        if found["ranking"] is not None:  # the teacher recalls
+            layers = sorted(found["ranking"][: len(parts)])
+            return {"layers": layers, "text": f"{found['text']}\nkept: {layers}"}
+    choice = choose_layers(teacher, keep)
+    return {"layers": choice.layers, "text": str(choice)}
 
 
 def _loaded(arguments: ReportArguments, folder: str) -> Any:

@@ -230,7 +230,7 @@ def test_decoding_state(case, dtype):
         targets = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         with torch.no_grad():
             cache = model(ids, use_cache=True, **targets).past_key_values
-        assert decoding_state_bytes(model.config, length, dtype, "fused") == cache_bytes(cache) > 0
+        assert decoding_state_bytes(model.config, [length], dtype, "fused") == [cache_bytes(cache)] > [0]
 
 
 STUDENTS = {
@@ -262,7 +262,7 @@ def test_decoding_state_of_students(name, kind):
     for length in (4, 11, 12):
         with torch.no_grad():
             sizes.append(cache_bytes(model(torch.full((1, length), 5), use_cache=True).cache))
-        assert decoding_state_bytes(config, length, "float32", "fused") == sizes[-1] > 0
+    assert decoding_state_bytes(config, [4, 11, 12], "float32", "fused") == sizes and min(sizes) > 0
     groups = sum(2 if layer.attention == "full" else len(layer.groups) for layer in config.plan.layers)
     assert sizes[2] - sizes[1] == groups * 2 * 8 * 4  # a key and a value of eight channels in float32
 
@@ -272,7 +272,7 @@ def test_students_are_planned(tmp_path, capsys):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--batch", "2", "--length", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["state"] == decoding_state_bytes(config, 16, "float32", "fused")
+    assert [found["state"]] == decoding_state_bytes(config, [16], "float32", "fused")
     assert found["forward_flops"]["attention"] > 0 < found["memory"]["activations"]
     with pytest.raises(ValueError, match="training steps of 'mixtral' models are not planned"):
         measure_step(student_of_plan("mixtral", "windows"), setup_for())
@@ -285,7 +285,7 @@ def test_a_plan_is_made_of_what_is_measured(case):
     found = plan(config, setup_for())
     held = weights(meta_model(config, "float32"), setup_for())
     assert {kind: found.memory[kind] for kind in held} == held
-    assert found.state == decoding_state_bytes(config, LENGTH, "float32", "fused")
+    assert [found.state] == decoding_state_bytes(config, [LENGTH], "float32", "fused")
     assert (found.state > 0) == ("classifier" not in case)
     if case == "longhorn":
         step = measured(case, setup_for())

@@ -195,6 +195,30 @@ def test_many_layers_go_by_thirds(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [rank_layers_by_recall, rank_groups_by_recall])
+@pytest.mark.parametrize("kept", [1, 3, 7, 10, 11])
+def test_a_ranking_that_ends_early_keeps_the_same(rank, kept):
+    """Also where it ends within a third; in fewer turns, and with a score of every part."""
+    teacher, bars = recalling(num_hidden_layers=12), []
+    torch.manual_seed(1)
+    for parameter in teacher.model.parameters():
+        parameter.data += 0.013 * torch.randn_like(parameter)
+    prompts = recall_prompts(None, VOCAB, WINDOW, count=2)
+
+    def ranked(**options):
+        bars.clear()
+        ranking = rank(teacher, WINDOW, prompts, progress=lambda steps: bars.append(len(steps)) or steps, **options)
+        return ranking, bars[-1]
+
+    whole, steps = ranked()
+    early, fewer = ranked(kept=kept)
+    assert set(early.layers[:kept]) == set(whole.layers[:kept]) and fewer < steps
+    assert early.layers[kept:] == whole.layers[kept:] and sorted(early.scores) == sorted(whole.scores)
+    assert all(early.scores[part] == whole.scores[part] for part in whole.layers[kept:])
+    with pytest.raises(ValueError, match="^kept=12 must be below 12, the parts that are ranked.$"):
+        ranked(kept=12)
+
+
+@pytest.mark.parametrize("rank", [rank_layers_by_recall, rank_groups_by_recall])
 def test_progress_is_shown_to_the_end_of_a_ranking(rank):
     """Two bars: the prompts as they are read, and as they are tried once for each turn; both come to their end."""
     bars = []

@@ -5,7 +5,7 @@ in training, so every configuration that can be built can be planned.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -151,14 +151,15 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
         model.config.use_cache = False  # transformers does so in every forward, and says it
 
 
-def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kernels: str) -> int:
-    """Bytes of the cache of one sequence after `length` tokens (an encoder-decoder: of source and target each).
+def decoding_state_bytes(config: PreTrainedConfig, lengths: Sequence[int], dtype: str, kernels: str) -> list[int]:
+    """Bytes of the cache of one sequence after so many tokens (an encoder-decoder: of source and target each).
 
     A fused kernel may keep more than plain torch does: LMU-ISA's also keeps the tokens since its memory.
     """
     model = meta_model(copy.deepcopy(config), dtype)
     with _fake_tensors(kernels):
-        return _decoded_bytes(_on_cpu(model), length)
+        model = _on_cpu(model)
+        return [_decoded_bytes(model, length) for length in lengths]
 
 
 @torch.no_grad()

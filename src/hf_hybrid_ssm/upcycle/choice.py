@@ -182,7 +182,7 @@ def _by_recall(
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
     short = min(window, recall.PROBE_WINDOW, most)
-    ranking = rank(teacher, short, progress=progress)
+    ranking = rank(teacher, short, progress=progress, kept=count)
     layers = sorted(ranking.layers[:count])
     if not is_tried:
         return LayerChoice(layers, ranking.by, ranking)

@@ -75,14 +75,14 @@ def cache_table(models: Models, dtype: torch.dtype) -> Table:
     """MiB of the cache of one sequence in a dtype, by its length."""
     rows, name_of_dtype = [], str(dtype).removeprefix("torch.")
     for name, model in models.items():
-        sizes = (cache_bytes(model.config, length, name_of_dtype) / 2**20 for length in LENGTHS)
-        rows.append([name, *(f"{size:,.1f}" for size in sizes)])
+        sizes = cache_bytes(model.config, LENGTHS, name_of_dtype)
+        rows.append([name, *(f"{size / 2**20:,.1f}" for size in sizes)])
     title = f"Cache of one sequence in MiB, in {name_of_dtype}, by its tokens"
     return Table(title, ["model", *(f"{length:,}" for length in LENGTHS)], rows)
 
 
-def cache_bytes(config: Any, length: int, dtype: str) -> int:
-    """Bytes of the cache of one sequence of a teacher or a student."""
+def cache_bytes(config: Any, lengths: Sequence[int], dtype: str) -> list[int]:
+    """Bytes of the cache of one sequence of a teacher or a student, after so many tokens each."""
     if not isinstance(config, HybridStudentConfig):  # its cache is that of a student that keeps all
         config = student_config(config, keep=layers_of(config))
-    return decoding_state_bytes(config, length, dtype, "torch")
+    return decoding_state_bytes(config, lengths, dtype, "torch")

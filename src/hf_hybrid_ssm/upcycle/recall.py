@@ -44,6 +44,7 @@ def rank_layers_by_recall(
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    kept: int = 0,
 ) -> LayerRanking:
     """The layers of a teacher that see all tokens by what recall loses without their reach.
 
@@ -56,12 +57,15 @@ def rank_layers_by_recall(
         window: of the probe; it need not be the student's.
         prompts: others than `recall_prompts(tokenizer, vocab_size, window, seed=seed)`.
         progress: wraps two sequences, as `tqdm` does: the prompts as they are read, and the forwards of their ends.
+        kept: the ranking ends when so many are left, which are then ordered by what is lost without each of them
+            alone. The fewer have to go, the less time it takes.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
             positions end before the prompts.
+        ValueError: all are to be kept.
     """
-    return _ranking("recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress)
+    return _ranking("recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress, kept)
 
 
 @torch.inference_mode()
@@ -71,6 +75,7 @@ def rank_groups_by_recall(
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    kept: int = 0,
 ) -> LayerRanking:
     """As `rank_layers_by_recall`, of single key/value groups: (layer, group), those that recall needs most first.
 
@@ -78,7 +83,7 @@ def rank_groups_by_recall(
     groups. Arguments and errors are the same.
     """
     parts = [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
-    return _ranking("group_recall", teacher, window, _prompts(teacher, window, prompts, seed), parts, progress)
+    return _ranking("group_recall", teacher, window, _prompts(teacher, window, prompts, seed), parts, progress, kept)
 
 
 def _prompts(
@@ -103,8 +108,11 @@ def _ranking(
     prompts: Sequence[RecallPrompt],
     parts: Sequence[Part],
     progress: Progress | None,
+    kept: int,
 ) -> LayerRanking:
     """Layers, or groups of layers, most needed first; and what is lost with each when its turn comes."""
+    if not 0 <= kept < len(parts):
+        raise ValueError(f"kept={kept} must be below {len(parts)}, the parts that are ranked.")
     order: list[Part] = []
     scores: dict[Part, float] = {}
     wrapped: Any = progress or list
@@ -117,7 +125,7 @@ def _ranking(
                 f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since "
                 'below the ranking is noise. Choose by "kl" or "even", or give a list of layers.'
             )
-        turns, left, forwards = _turns(len(parts)), list(parts), 0
+        turns, left, forwards = _turns(len(parts), kept), list(parts), 0
         for leave in turns:
             forwards += len(endings) * (len(parts) + 1)
             parts = parts[leave:]
@@ -125,10 +133,11 @@ def _ranking(
         parts = list(left)
         for leave in turns:
             lost = _lost(steps, endings, left, order)
-            least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))[:leave]
-            scores |= {part: lost[part] for part in least}
-            order += least
-            left = [part for part in left if part not in least]
+            least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))
+            scores |= lost
+            order += least[:leave]
+            left = [part for part in left if part in least[leave:]]
+        order += sorted(left, key=lambda part: (scores[part], -parts.index(part)))
         next(steps, None)  # a progress bar closes at the end of its sequence
     return LayerRanking(by, order[::-1], scores, window, own)
 
@@ -139,11 +148,11 @@ def _score(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> RecallScore:
     return RecallScore(float(logs.double().mean()), float(right.double().mean()))
 
 
-def _turns(parts: int) -> list[int]:
-    """How many parts get a window at a time, until all have one."""
+def _turns(parts: int, kept: int) -> list[int]:
+    """How many parts get a window at a time, until so many are left."""
     turns = []
-    while parts:
-        turns.append(max(1, parts // 3) if parts > ONE_BY_ONE else 1)
+    while parts > kept:
+        turns.append(min(parts - kept, max(1, parts // 3) if parts > ONE_BY_ONE else 1))
         parts -= turns[-1]
     return turns
 
