@@ -111,16 +111,14 @@ def made_text(tokenizer: Any | None, length: int, seed: int = 0) -> torch.Tensor
 
 def words_of(tokenizer: Any) -> list[str]:
     """The lower-case words of three to nine letters that are one token after a space, in alphabetical order."""
-    special = set(tokenizer.all_special_ids)
-    words = set()
+    special, found = set(tokenizer.all_special_ids), set()
     for token in sorted(tokenizer.get_vocab().values()):
-        text = "" if token in special else tokenizer.decode([token])
-        word = text.strip()
+        word = "" if token in special else tokenizer.decode([token]).strip()
         if 3 <= len(word) <= 9 and word.isalpha() and word.islower():
-            ids = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
-            if len(ids) == 1 and tokenizer.decode(ids).strip() == word:
-                words.add(word)
-    return sorted(words)
+            found.add(word)
+    words = sorted(found)
+    rows = tokenizer([f" {word}" for word in words], add_special_tokens=False)["input_ids"] if words else []
+    return [word for word, ids in zip(words, rows) if len(ids) == 1 and tokenizer.decode(ids).strip() == word]
 
 
 def _opening(tokenizer: Any, text: str) -> str:

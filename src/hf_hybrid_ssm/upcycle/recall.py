@@ -24,7 +24,7 @@ from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, ReadText, maskab
 PROBE_WINDOW = 256
 """At most, of the ranking: prompts of eight windows take minutes."""
 ONE_BY_ONE = 10
-"""From so few layers on one goes at a time; before, a third of those that are left."""
+"""From so few layers on one goes at a time; before, a third of those that are left, by every second prompt."""
 TOGETHER = 256
 """Tokens of ends of prompts that are read at once."""
 ENOUGH = 0.5
@@ -49,9 +49,9 @@ def rank_layers_by_recall(
     """The layers of a teacher that see all tokens by what recall loses without their reach.
 
     A windowed layer sees `window` tokens before its own, and the first token. All layers reach at first; then those
-    that recall misses least get windows, a third of those left at a time, from ten on one at a time. The first in the
-    order are those that went last. Each prompt takes the work of three forwards, and for a teacher of n layers that of
-    about 2 n forwards of its question and answers alone.
+    that recall misses least get windows, a third of those left at a time by every second prompt, from ten on one at a
+    time by all of them. The first in the order are those that went last. Each prompt takes the work of three forwards,
+    and for a teacher of n layers that of about 2 n forwards of its question and answers alone.
 
     Args:
         window: of the probe; it need not be the student's.
@@ -127,12 +127,12 @@ def _ranking(
             )
         turns, left, forwards = _turns(len(parts), kept), list(parts), 0
         for leave in turns:
-            forwards += len(endings) * (len(parts) + 1)
+            forwards += len(_asked(endings, parts)) * (len(parts) + 1)
             parts = parts[leave:]
         steps = iter(wrapped(range(forwards)))  # alike, so that the time that is left can be told
         parts = list(left)
         for leave in turns:
-            lost = _lost(steps, endings, left, order)
+            lost = _lost(steps, _asked(endings, left), left, order)
             least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))
             scores |= lost
             order += least[:leave]
@@ -155,6 +155,11 @@ def _turns(parts: int, kept: int) -> list[int]:
         turns.append(min(parts - kept, max(1, parts // 3) if parts > ONE_BY_ONE else 1))
         parts -= turns[-1]
     return turns
+
+
+def _asked(endings: Sequence[Any], parts: Sequence[LayerOrGroup]) -> Sequence[Any]:
+    """While many parts are left, every second: of two texts with an odd number of kinds each kind once."""
+    return endings if len(parts) <= ONE_BY_ONE else endings[::2]
 
 
 class _Ending:
