@@ -85,7 +85,13 @@ CONTENTS = {
     "docs/quality": {"": ["/reports/*"]},
     "docs/extending": {
         "": [
-            *("teaching/token", "teaching/s4d", "teaching/legendre_memory", "teaching/bst_block"),
+            *(
+                "teaching/token",
+                "teaching/s4d",
+                "teaching/legendre_memory",
+                "teaching/bst_block",
+                "teaching/online_learners",
+            ),
             *("kernels", "kernels_design", "first_card", "tensor_core_scan"),
             *("/CONTRIBUTING", "/SECURITY", "/CHANGELOG"),
         ]
