@@ -1,10 +1,10 @@
 """What models recall of facts of many kinds in real texts: whole answers, beside the teacher's."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_hybrid_ssm.evaluation.intervals import wilson_interval
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import RealText
@@ -17,14 +17,18 @@ Answers = dict[str, str]
 
 @torch.inference_mode()
 def answers_of(model: Any, texts: Sequence[RealText], progress: Callable[[Any], Any] | None = None) -> Answers:
-    """Whether each token of an answer is the model's first choice, for every question. A text is read once."""
+    """Whether each token of an answer is the model's first choice, for every question. A text is read once, and its
+    questions together: what fills up the shorter ones follows their answers."""
     found: Answers = {}
     for text in texts if progress is None else progress(texts):
         read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1)[CACHE]
-        for asked in text.asked:
-            options = {CACHE: copy.deepcopy(read), "logits_to_keep": len(asked.answer) + 1}
-            logits = model(asked.ids.to(model.device), **options).logits[0, :-1]
-            is_right = bool((logits.argmax(-1).cpu() == asked.answer).all())
+        read.batch_repeat_interleave(len(text.asked))
+        rows = pad_sequence([asked.ids[0] for asked in text.asked], batch_first=True)
+        most = rows.shape[1] - min(asked.ids.shape[1] - len(asked.answer) for asked in text.asked) + 1
+        choices = model(rows.to(model.device), logits_to_keep=most, **{CACHE: read}).logits.argmax(-1).cpu()
+        for row, asked in zip(choices, text.asked):
+            end = asked.ids.shape[1] - 1 - (rows.shape[1] - most)
+            is_right = bool((row[end - len(asked.answer) : end] == asked.answer).all())
             found[asked.kind] = found.get(asked.kind, "") + str(int(is_right))
     return found
 
