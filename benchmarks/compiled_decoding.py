@@ -1,12 +1,12 @@
-"""What does a token cost in weights of 4 bits, as it is and compiled (`compiled_decoding`), and what the attention of one
+"""What does a token cost in weights of 4 bits, eager and compiled (`compiled_decoding`), and what the attention of one
 token beside reading its keys and values?
 
-    python benchmarks/compiled_decoding.py FOLDER                      # twice: the second process finds what is compiled
+    python benchmarks/compiled_decoding.py FOLDER                     # twice: the second one finds what is compiled
     python benchmarks/compiled_decoding.py FOLDER --form "4 bits, head too"
-    python benchmarks/compiled_decoding.py FOLDER --text TEXT.jsonl    # the loss alone, in every form
-    python benchmarks/compiled_decoding.py --attention                 # the op alone
+    python benchmarks/compiled_decoding.py FOLDER --text TEXT.jsonl   # the loss alone, in every form
+    python benchmarks/compiled_decoding.py --attention                # the op alone
 
-FOLDER is a student (`hf-hybrid-ssm upcycle`); 4 bits are over bfloat16. Each call adds to the results, with its commit.
+FOLDER is a student (`hf-hybrid-ssm upcycle`); 4 bits are over bfloat16. Each call adds to the results.
 """
 
 import argparse
