@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -52,7 +52,7 @@ def milliseconds(name: str, width: int, depth: int, rounds: int) -> dict:
 
 
 @torch.inference_mode()
-def losses(folder: str, text: Path) -> dict:
+def losses(folder: str, text: Path, forms: Iterable[str] = FORMS, load: Callable = load) -> dict:
     """Nats per token in every form, each row read from its beginning."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids: list[int] = []
@@ -64,7 +64,7 @@ def losses(folder: str, text: Path) -> dict:
     if not len(rows):
         raise ValueError(f"{text} must have at least {LENGTH} tokens, got {len(ids)}.")
     found = {}
-    for form in FORMS:
+    for form in forms:
         model = load(folder, form)
         found[form] = sum(float(model(row, labels=row).loss.float()) for row in rows) / len(rows)
     return found

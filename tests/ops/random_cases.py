@@ -248,7 +248,7 @@ def attention(drawn: Drawn) -> Call:
 
 
 def attention_token(drawn: Drawn) -> Call:
-    (heads, groups, size, width), slots = _heads(drawn), drawn.size(40)
+    (heads, groups, size, width), slots = _heads(drawn), drawn.size(400 if drawn.chance(0.2) else 40)
     q, k, v = (
         drawn.floats(drawn.batch, h, e, leaf=False, apart=True)
         for h, e in ((heads, size), (groups, size), (groups, width))

@@ -108,6 +108,39 @@ def test_rows_that_began_at_different_times(backend):
     torch.testing.assert_close(y, got, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("slots", [300, 1500])
+@pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 9])
+def test_more_slots_than_a_part_has(slots, shared):
+    """A kernel may take parts of the slots apart: their sums are the sequential ones of float64, whatever the threads,
+    with a row at its start and one whose document fills one part and a bit."""
+    if missing_compiler() is not None:
+        pytest.skip("no C compiler")
+    heads = 2 * shared
+    tables = {"bias": (heads, 40), "sink_logits": (3, heads), "sink_values": (2, 5), "head_scale": (heads,)}
+    others = {"seen": torch.tensor([0, 130, slots]), "window": (slots - 1, 0), "shift": True}
+    shapes = {
+        "q": (3, heads, 18),
+        "k": (3, 2, 18),
+        "v": (3, 2, 5),
+        "keys": (3, 2, slots, 18),
+        "values": (3, 2, slots, 5),
+    }
+    for dtype in dtypes("native"):
+        drawn = {name: draw(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate((shapes | tables).items())}
+        want = slots_token(**{name: x.double() for name, x in drawn.items()}, **others, backend="reference")
+        threads = torch.get_num_threads()
+        try:
+            got = []
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                step = {name: x.clone() for name, x in drawn.items()}
+                got.append(slots_token(**step, **others, backend="native"))
+        finally:
+            torch.set_num_threads(threads)
+        check(got[:1], (want.to(dtype),), dtype)
+        assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("right", [0, -1])
 def test_step_of_blocks(backend, right):

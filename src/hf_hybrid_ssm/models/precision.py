@@ -150,6 +150,10 @@ class LowBitQuantizer(HfQuantizer):
         return True
 
     @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
     def is_trainable(self) -> bool:
         return False
 

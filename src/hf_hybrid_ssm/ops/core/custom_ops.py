@@ -10,6 +10,7 @@ from typing import Any, List, get_type_hints  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
@@ -22,7 +23,6 @@ def op_of_fields(
     compute: Callable[[Any], Any],
     fake: Callable[[Any], Any],
     *,
-    changes: tuple[str, ...] = (),
     device_types: str | None = None,
 ) -> Any:
     """The op of torch.library that takes the fields of `inputs`, a NamedTuple, and computes `compute` of it.
@@ -32,9 +32,16 @@ def op_of_fields(
         inputs: fields of types that torch.library does not take come last, and have defaults.
         compute: its annotation says what it returns.
         fake: gives empty tensors like that.
-        changes: names of the fields that it overwrites.
         device_types: on which the op runs, such as "cpu"; on all by default.
     """
+    run = _of_fields(inputs, compute)
+    op = torch.library.custom_op(name, run, mutates_args=(), device_types=device_types)
+    op.register_fake(lambda *fields: fake(inputs(*fields)))
+    return op
+
+
+def _of_fields(inputs: Callable[..., Any], compute: Callable[[Any], Any]) -> Any:
+    """`compute` of a NamedTuple as a function of its fields, with a signature that torch.library reads."""
 
     def run_fields(*fields: Any) -> Any:
         return compute(inputs(*fields))
@@ -45,9 +52,7 @@ def op_of_fields(
     parameters = [inspect.Parameter(name, kind, annotation=hint) for name, hint in hints if hint in _TAKEN]
     returned = get_type_hints(compute).get("return")
     run.__signature__ = inspect.Signature(parameters, return_annotation=returned)
-    op = torch.library.custom_op(name, run, mutates_args=changes, device_types=device_types)
-    op.register_fake(lambda *fields: fake(inputs(*fields)))
-    return op
+    return run
 
 
 def differentiable_op(
@@ -167,12 +172,25 @@ def step_op(
     first argument allows it (`is_plain_call`), else as an op of torch.library.
 
     With `inputs`, a NamedTuple, all three (`compute`, `fake` and what is returned) take one of these.
+
+    The op goes from torch's dispatcher to `compute` at once: what `custom_op` puts before it, for gradients and for
+    the versions of what changes, takes longer than many a step.
     """
     if inputs is not None:
-        of_fields = op_of_fields(name, inputs, compute, fake, changes=changes, device_types=device_types)
-        return lambda given: compute(given) if is_plain_call(given[0]) else of_fields(*given)
-    op = torch.library.custom_op(name, compute, mutates_args=changes, device_types=device_types)
-    op.register_fake(fake)
+        make, computed, faked = inputs, compute, fake
+        run, fake_fields = _of_fields(make, computed), lambda *fields: faked(make(*fields))
+    else:
+        run, fake_fields = compute, fake
+    namespace, _, own = name.partition("::")
+    library = get_library_allowing_overwrite(namespace, own)  # a folder's own code may define the op anew
+    schema = torch.library.infer_schema(run, mutates_args=changes)
+    library.define(f"{own}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    key = {None: "CompositeExplicitAutograd", "cpu": "CPU", "cuda": "CUDA"}[device_types]
+    library.impl(own, run, key)
+    torch.library.register_fake(name, fake_fields, lib=library)
+    op = getattr(getattr(torch.ops, namespace), own).default
+    if inputs is not None:
+        return lambda given: compute(given) if is_plain_call(given[0]) else op(*given)
     return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)
 
 

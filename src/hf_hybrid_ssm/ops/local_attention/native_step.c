@@ -2,16 +2,24 @@
  *
  * B rows, H heads, G heads of keys and values, M held slots; q (B, H, E), k (B, G, E), v (B, G, V), y (B, H, V) are
  * float32. keys (B, G, M, E) and values (B, G, M, V) are float32 or bfloat16 (`narrow`): their entries are dense;
- * rows, heads and slots lie apart as said. A task of the thread pool are the heads of one row that share keys: they
- * read what is held together, and then it is overwritten.
+ * rows, heads and slots lie apart as said. A task of the thread pool is a part of the slots, for the heads of one row
+ * that share keys: they read it together. The parts do not depend on the threads, nor do the sums of what they give.
+ * Then what is held is overwritten.
  */
 #include <math.h>
+#include <omp.h>
 #include "vectors.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define SLOTS 4     /* whose products with a query are summed side by side */
 #define TOGETHER 4  /* vectors of a value */
 #define HEADS (REGISTERS == 32 ? 4 : 2) /* that share what is held, and read it together */
-#define STRETCH 16  /* slots that all heads read, while they lie in the nearest cache */
+#define NEXT 16     /* slots between the prefetch of one and its use: rows may lie apart */
+#define SHORT 128   /* slots of a part of a window, so that threads share them evenly */
+#define LONG 1024   /* and of many slots, whose scores the nearest cache holds */
+#define WORTH_A_THREAD (1 << 20) /* waking a thread takes as long as so many products */
 
 #if defined(__clang__)
 #define MERGED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -44,10 +52,22 @@ typedef struct {
 INLINE vec load_held(const char *from, int64_t at, int lanes, const int narrow) {
     if (!narrow) return load((const float *)from + at, lanes);
     const uint16_t *source = (const uint16_t *)from + at;
+#if defined(__AVX512F__) && LANES == 16 /* one instruction, of which GCC makes three */
+    if (lanes == LANES)
+        return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source)), 16);
+#endif
     narrow_vec v = {0};
     if (lanes == LANES) v = *(const narrow_vec *)source;
     else for (int i = 0; i < lanes; i++) v[i] = source[i];
     return (vec)(__builtin_convertvector(v, ivec) << 16);
+}
+
+INLINE float held_at(const char *from, int64_t at, const int narrow) {
+    if (!narrow) return ((const float *)from)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 static inline void store_held(char *to, int64_t at, const float *from, int64_t size, int64_t narrow) {
@@ -80,19 +100,36 @@ static inline quarter sums(const vec *v) {
     return MERGED(ab, cd, 0, 1, 4, 5) + MERGED(ab, cd, 2, 3, 6, 7);
 }
 
-/* scale times the products of q with keys that lie `apart` */
+/* scale times the products of the queries of `heads` heads with keys that lie `apart` */
 INLINE void products(
-    float *to, const float *q, const char *keys, int64_t at, int64_t apart, int64_t E, float scale, const int slots,
-    const int narrow) {
-    vec total[SLOTS];
-    for (int j = 0; j < slots; j++) total[j] = broadcast(0);
-    for (int64_t i = 0; i < E; i += LANES) {
-        const int lanes = lanes_of(i, E);
-        const vec query = load(q + i, lanes);
-        for (int j = 0; j < slots; j++) total[j] += query * load_held(keys, at + j * apart + i, lanes, narrow);
+    float *to, int64_t to_head, const float *q, const char *keys, int64_t at, int64_t apart, int64_t E, float scale,
+    const int heads, const int slots, const int narrow) {
+    vec total[HEADS * SLOTS];
+UNROLL(16)
+    for (int s = 0; s < heads * slots; s++) total[s] = broadcast(0);
+    int64_t i = 0;
+    for (; i + LANES <= E; i += LANES) {
+        vec key[SLOTS];
+        const char *ahead = keys + (at + NEXT * apart + i) * (narrow ? 2 : 4);
+UNROLL(4)
+        for (int j = 0; j < slots; j++) __builtin_prefetch(ahead + j * apart * (narrow ? 2 : 4));
+UNROLL(4)
+        for (int j = 0; j < slots; j++) key[j] = load_held(keys, at + j * apart + i, LANES, narrow);
+UNROLL(4)
+        for (int h = 0; h < heads; h++) {
+            const vec query = load(q + h * E + i, LANES);
+UNROLL(4)
+            for (int j = 0; j < slots; j++) total[h * slots + j] += query * key[j];
+        }
     }
-    if (slots == SLOTS) *(quarter *)to = scale * sums(total);
-    else for (int j = 0; j < slots; j++) to[j] = scale * sum(total[j]);
+UNROLL(4)
+    for (int h = 0; h < heads; h++)
+        if (slots == SLOTS) *(quarter *)(to + h * to_head) = scale * sums(total + h * slots);
+        else to[h * to_head] = scale * sum(total[h]);
+    for (; i < E; i++)
+        for (int h = 0; h < heads; h++)
+            for (int j = 0; j < slots; j++)
+                to[h * to_head + j] += scale * q[h * E + i] * held_at(keys, at + j * apart + i, narrow);
 }
 
 /* to = x / sqrt(|x|^2 + 1e-6) times factor */
@@ -113,26 +150,34 @@ INLINE void weighted(
     float *y, int64_t y_head, const char *values, int64_t at, int64_t apart, const float *weights, int64_t weight_head,
     int64_t held, const int heads, const int vectors, int lanes, const int narrow) {
     vec out[HEADS][TOGETHER];
+UNROLL(4)
     for (int h = 0; h < heads; h++)
+UNROLL(4)
         for (int j = 0; j < vectors; j++) out[h][j] = broadcast(0);
     for (int64_t i = 0; i < held; i++)
+UNROLL(4)
         for (int j = 0; j < vectors; j++) {
+            __builtin_prefetch(values + (at + (i + NEXT) * apart + j * LANES) * (narrow ? 2 : 4));
             const vec value = load_held(values, at + i * apart + j * LANES, lanes, narrow);
+UNROLL(4)
             for (int h = 0; h < heads; h++) out[h][j] += weights[h * weight_head + i] * value;
         }
+UNROLL(4)
     for (int h = 0; h < heads; h++)
+UNROLL(4)
         for (int j = 0; j < vectors; j++) store(y + h * y_head + j * LANES, out[h][j], lanes);
 }
 
 INLINE void weighted_heads(
     const problem *p, float *y, const char *values, int64_t first, int64_t held, const float *weights,
     int64_t weight_head, const int heads, const int narrow) {
+    const int64_t wide = p->V + 2;
     int64_t e = 0;
     for (; e + TOGETHER * LANES <= p->V; e += TOGETHER * LANES) /* sums that do not wait for each other */
-        weighted(y + e, p->V, values, first * p->value_slot + e, p->value_slot, weights, weight_head, held, heads,
+        weighted(y + e, wide, values, first * p->value_slot + e, p->value_slot, weights, weight_head, held, heads,
                  TOGETHER, LANES, narrow);
     for (; e < p->V; e += LANES)
-        weighted(y + e, p->V, values, first * p->value_slot + e, p->value_slot, weights, weight_head, held, heads, 1,
+        weighted(y + e, wide, values, first * p->value_slot + e, p->value_slot, weights, weight_head, held, heads, 1,
                  lanes_of(e, p->V), narrow);
 }
 
@@ -171,84 +216,85 @@ static float exponentials(float *scores, int64_t count, float top) {
     return total;
 }
 
-/* The softmax of a head's `held` scores, its own key's after them if it has one: the weights in their place before they
- * are divided by their sum, and 1 / sum, or 0 where the head sees nothing. */
-static float softmax(const problem *p, int64_t b, int64_t h, const view *seen, float factor, float *scores,
-                     float *sink_weight) {
-    const int64_t count = seen->held + (seen->own_key != 0);
-    for (int64_t i = 0; i < count && p->bias; i++)
-        scores[i] += bias_of(p, h, i < seen->held ? seen->far - i : 0, factor);
-    float top = greatest(scores, count);
-    /* the distances before the document's start hold zeros: their logits are the biases */
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++) {
-        const float logit = bias_of(p, h, d, factor);
-        if (logit > top) top = logit;
-    }
-    const float sink = p->sink_logits ? p->sink_logits[b * p->sink_row + h * p->sink_head] : -INFINITY;
-    top = greater(top, sink);
-    *sink_weight = 0;
-    if (top == -INFINITY) return 0; /* the bias may hide all that there are */
-    if (p->sink_logits) *sink_weight = expf(sink - top);
-    float total = *sink_weight;
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
-        total += expf(bias_of(p, h, d, factor) - top);
-    return 1.0f / (total + exponentials(scores, count, top));
-}
-
-/* y of the heads of a group. queries: (heads, E); scores: (heads, `apart`), space. */
-INLINE void attend(
-    const problem *p, int64_t b, int64_t g, const view *seen, const float *queries, float *scores, int64_t apart,
-    const int narrow) {
-    const int64_t heads = p->H / p->G, size = narrow ? 2 : 4, held = seen->held, first = seen->first;
+/* For `heads` heads of a group, of the slots lo .. hi - 1 of a view: out[h] = {y (V), sum, top}, y and sum of weights
+ * exp(score - top) times values. scores: (heads, hi - lo + SLOTS), space. */
+INLINE void attend_some(
+    const problem *p, int64_t b, int64_t h0, const view *seen, int64_t lo, int64_t hi, const float *queries,
+    float *out, float *scores, const int heads, const int narrow) {
+    const int64_t g = h0 / (p->H / p->G), size = narrow ? 2 : 4, count = hi - lo, apart = count + SLOTS;
+    const int64_t first = seen->first + lo, wide = p->V + 2;
     const char *keys = p->keys + (b * p->key_row + g * p->key_head) * size;
     const char *values = p->values + (b * p->value_row + g * p->value_head) * size;
-    float *y = p->y + (b * p->H + g * heads) * p->V;
-    for (int64_t start = 0; start < held; start += STRETCH) {
-        const int64_t end = smaller(start + STRETCH, held);
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t i = start;
-            for (; i + SLOTS <= end; i += SLOTS)
-                products(scores + h * apart + i, queries + h * p->E, keys, (first + i) * p->key_slot, p->key_slot,
-                         p->E, p->scale, SLOTS, narrow);
-            for (; i < end; i++)
-                products(scores + h * apart + i, queries + h * p->E, keys, (first + i) * p->key_slot, p->key_slot,
-                         p->E, p->scale, 1, narrow);
-        }
+    int64_t i = 0;
+    for (; i + SLOTS <= count; i += SLOTS)
+        products(scores + i, apart, queries, keys, (first + i) * p->key_slot, p->key_slot, p->E, p->scale, heads, SLOTS,
+                 narrow);
+    for (; i < count; i++)
+        products(scores + i, apart, queries, keys, (first + i) * p->key_slot, p->key_slot, p->E, p->scale, heads, 1,
+                 narrow);
+    for (int h = 0; h < heads; h++) {
+        const float factor = p->head_scale ? fabsf(p->head_scale[h0 + h]) : 1;
+        float *score = scores + h * apart;
+        for (i = 0; i < count && p->bias; i++) score[i] += bias_of(p, h0 + h, seen->far - lo - i, factor);
+        const float top = greatest(score, count);
+        out[h * wide + p->V + 1] = top;
+        if (top == -INFINITY) memset(score, 0, count * sizeof(float)); /* the bias may hide all that there are */
+        out[h * wide + p->V] = top == -INFINITY ? 0 : exponentials(score, count, top);
     }
-    float *shares = scores + heads * apart, *sink_weights = shares + heads;
-    for (int64_t h = 0; h < heads; h++) {
-        const float factor = p->head_scale ? fabsf(p->head_scale[g * heads + h]) : 1;
-        if (seen->own_key) scores[h * apart + held] = p->scale * dot(queries + h * p->E, seen->own_key, p->E);
-        shares[h] = softmax(p, b, g * heads + h, seen, factor, scores + h * apart, sink_weights + h);
-    }
-    int64_t h = 0;
-    for (; h + HEADS <= heads; h += HEADS)
-        weighted_heads(p, y + h * p->V, values, first, held, scores + h * apart, apart, HEADS, narrow);
+    weighted_heads(p, out, values, first, count, scores, apart, heads, narrow);
+}
+
+/* The same for all heads of a group. */
+INLINE void attend(
+    const problem *p, int64_t b, int64_t g, const view *seen, int64_t lo, int64_t hi, const float *queries, float *out,
+    float *scores, const int narrow) {
+    const int64_t heads = p->H / p->G, wide = p->V + 2;
+    for (int64_t h = 0; h < heads;) {
+        const int64_t left = heads - h, at = g * heads + h;
+        const float *q = queries + h * p->E;
+        float *to = out + h * wide;
+        if (left >= HEADS) attend_some(p, b, at, seen, lo, hi, q, to, scores, HEADS, narrow), h += HEADS;
 #if HEADS > 2
-    if (h + 3 <= heads) {
-        weighted_heads(p, y + h * p->V, values, first, held, scores + h * apart, apart, 3, narrow);
-        h += 3;
-    } else if (h + 2 <= heads) {
-        weighted_heads(p, y + h * p->V, values, first, held, scores + h * apart, apart, 2, narrow);
-        h += 2;
-    }
+        else if (left == 3) attend_some(p, b, at, seen, lo, hi, q, to, scores, 3, narrow), h += 3;
+        else if (left == 2) attend_some(p, b, at, seen, lo, hi, q, to, scores, 2, narrow), h += 2;
 #endif
-    for (; h < heads; h++)
-        weighted_heads(p, y + h * p->V, values, first, held, scores + h * apart, apart, 1, narrow);
-    for (h = 0; h < heads; h++) {
-        const float *sink_value = p->sink_values ? p->sink_values + (g * heads + h) / (p->H / p->S) * p->V : 0;
-        const float own_weight = seen->own_key ? scores[h * apart + held] : 0;
-        if (shares[h] == 0) {
-            memset(y + h * p->V, 0, p->V * sizeof(float));
-            continue;
+        else attend_some(p, b, at, seen, lo, hi, q, to, scores, 1, narrow), h++;
+    }
+}
+
+/* y of a head: the sums of its parts (parts, apart floats each), what the zeros before the document weigh, its own key
+ * (`own`, its logit) and the sink. */
+static void combine(const problem *p, int64_t b, int64_t h, const view *seen, float *parts, int64_t apart,
+                    int64_t count, float own) {
+    const float factor = p->head_scale ? fabsf(p->head_scale[h]) : 1;
+    const float sink = p->sink_logits ? p->sink_logits[b * p->sink_row + h * p->sink_head] : -INFINITY;
+    float *y = p->y + (b * p->H + h) * p->V, top = greater(sink, own);
+    for (int64_t i = 0; i < count; i++) top = greater(top, parts[i * apart + p->V + 1]);
+    /* the distances before the document's start hold zeros: their logits are the biases */
+    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
+        top = greater(top, bias_of(p, h, d, factor));
+    memset(y, 0, p->V * sizeof(float));
+    if (top == -INFINITY) return;
+    const float of_sink = sink == -INFINITY ? 0 : expf(sink - top), of_own = seen->own_key ? expf(own - top) : 0;
+    float total = of_sink + of_own;
+    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
+        total += expf(bias_of(p, h, d, factor) - top);
+    for (int64_t i = 0; i < count; i++) { /* the top becomes the part's factor */
+        float *part = parts + i * apart;
+        part[p->V + 1] = part[p->V + 1] == -INFINITY ? 0 : expf(part[p->V + 1] - top);
+        total += part[p->V] * part[p->V + 1];
+    }
+    const float *sink_value = p->sink_values ? p->sink_values + h / (p->H / p->S) * p->V : 0;
+    for (int64_t e = 0; e < p->V; e += LANES) {
+        const int lanes = lanes_of(e, p->V);
+        vec out = broadcast(0);
+        for (int64_t i = 0; i < count; i++) {
+            const float *part = parts + i * apart;
+            out += part[p->V + 1] * load(part + e, lanes);
         }
-        for (int64_t e = 0; e < p->V; e += LANES) {
-            const int lanes = lanes_of(e, p->V);
-            vec out = load(y + h * p->V + e, lanes);
-            if (seen->own_key) out += own_weight * load(seen->own_value + e, lanes);
-            if (sink_value) out += sink_weights[h] * load(sink_value + e, lanes);
-            store(y + h * p->V + e, out * shares[h], lanes);
-        }
+        if (seen->own_key) out += of_own * load(seen->own_value + e, lanes);
+        if (sink_value) out += of_sink * load(sink_value + e, lanes);
+        store(y + e, out * (1.0f / total), lanes);
     }
 }
 
@@ -256,37 +302,29 @@ INLINE void attend(
 static void keep(const problem *p, char *held, int64_t apart, const float *new, int64_t entries, int64_t slot) {
     const int64_t size = p->narrow ? 2 : 4, over = p->block && slot == p->M - 1;
     for (int64_t i = 0; i < p->M && over; i++) memset(held + i * apart * size, 0, entries * size);
-    for (int64_t i = 1; i < p->M && p->shift; i++)
+    if (p->shift && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
+    else for (int64_t i = 1; i < p->M && p->shift; i++)
         memcpy(held + (i - 1) * apart * size, held + i * apart * size, entries * size);
     if (!over) store_held(held, slot * apart, new, entries, p->narrow);
 }
 
-/* floats of space that a group needs: queries, a key, scores, and what follows of them for each head */
-static int64_t space_of(const problem *p) {
+/* the heads of a group that are normalised, or as they are */
+static const float *queries_of(const problem *p, int64_t b, int64_t g, float *space) {
     const int64_t heads = p->H / p->G;
-    return (heads + 1) * p->E + heads * (p->M + 1 + SLOTS + 2);
+    const float *queries = p->q + (b * p->H + g * heads) * p->E;
+    if (!p->head_scale) return queries;
+    for (int64_t h = 0; h < heads; h++)
+        normalised(space + h * p->E, queries + h * p->E, p->E, fabsf(p->head_scale[g * heads + h]));
+    return space;
 }
 
-static void one_group(const problem *p, int64_t b, int64_t g, float *space) {
-    const int64_t heads = p->H / p->G, rank = p->seen ? smaller(p->seen[b], INT64_MAX / 4) : 0;
-    float *normal = space, *key = normal + heads * p->E, *scores = key + p->E;
-    const float *queries = p->q + (b * p->H + g * heads) * p->E;
-    const float *k = p->k ? p->k + (b * p->G + g) * p->E : 0, *v = p->k ? p->v + (b * p->G + g) * p->V : 0;
-    if (p->head_scale) {
-        for (int64_t h = 0; h < heads; h++)
-            normalised(normal + h * p->E, queries + h * p->E, p->E, fabsf(p->head_scale[g * heads + h]));
-        queries = normal;
-    }
-    if (k && p->head_scale) {
-        normalised(key, k, p->E, 1);
-        k = key;
-    }
+/* what a row's heads see, but for the token's own key and value; `slot` is where these go */
+static view view_of(const problem *p, int64_t b, int64_t *slot) {
+    const int64_t rank = p->seen ? smaller(p->seen[b], INT64_MAX / 4) : 0;
     view seen = {0, p->M, 0, p->left + 1, 0, 0};
-    int64_t slot = 0;
-    int own = 0;
+    *slot = p->M - 1;
     if (p->block) { /* slots 0 .. rank % M of the block, the last one the token's */
-        slot = seen.held = rank % p->M;
-        own = p->right == 0;
+        *slot = seen.held = rank % p->M;
     } else if (p->k) { /* the newest slots, as many distances as window, document and chunk leave */
         const int64_t before = p->shift ? p->M : p->M - 1;
         int64_t reach = p->left >= 0 ? smaller(p->left, rank) : rank;
@@ -295,13 +333,41 @@ static void one_group(const problem *p, int64_t b, int64_t g, float *space) {
         seen.first = before - seen.far;
         seen.held = seen.far + (p->right < 0 ? p->right + 1 : 0);
         if (seen.held < 0) seen.held = 0;
-        own = p->right == 0;
-        slot = p->M - 1;
         seen.missing_from = rank + 1 > -p->right ? rank + 1 : -p->right;
     }
-    if (own) seen.own_key = k, seen.own_value = v;
-    if (p->narrow) attend(p, b, g, &seen, queries, scores, p->M + 1 + SLOTS, 1);
-    else attend(p, b, g, &seen, queries, scores, p->M + 1 + SLOTS, 0);
+    return seen;
+}
+
+/* one part of the slots, for the heads of a group */
+static void one_part(const problem *p, int64_t b, int64_t g, int64_t part, int64_t length, float *out, float *space) {
+    int64_t slot;
+    const view seen = view_of(p, b, &slot);
+    const int64_t lo = smaller(part * length, seen.held), hi = smaller(lo + length, seen.held);
+    float *scores = space + p->H / p->G * p->E;
+    const float *queries = queries_of(p, b, g, space);
+    if (p->narrow) attend(p, b, g, &seen, lo, hi, queries, out, scores, 1);
+    else attend(p, b, g, &seen, lo, hi, queries, out, scores, 0);
+}
+
+/* y of a group's heads from their parts; its key and value are kept */
+static void finish(const problem *p, int64_t b, int64_t g, float *parts, int64_t count, float *space) {
+    const int64_t heads = p->H / p->G, wide = p->V + 2;
+    const float *queries = queries_of(p, b, g, space), *k = p->k ? p->k + (b * p->G + g) * p->E : 0;
+    const float *v = p->k ? p->v + (b * p->G + g) * p->V : 0;
+    int64_t slot;
+    view seen = view_of(p, b, &slot);
+    if (k && p->head_scale) {
+        normalised(space + heads * p->E, k, p->E, 1);
+        k = space + heads * p->E;
+    }
+    if (k && p->right == 0) seen.own_key = k, seen.own_value = v;
+    for (int64_t h = 0; h < heads; h++) {
+        const float factor = p->head_scale ? fabsf(p->head_scale[g * heads + h]) : 1;
+        float own = -INFINITY;
+        if (seen.own_key)
+            own = p->scale * dot(queries + h * p->E, k, p->E) + bias_of(p, g * heads + h, 0, factor);
+        combine(p, b, g * heads + h, &seen, parts + h * wide, heads * wide, count, own);
+    }
     if (!k) return;
     const int64_t size = p->narrow ? 2 : 4;
     keep(p, p->keys + (b * p->key_row + g * p->key_head) * size, p->key_slot, k, p->E, slot);
@@ -320,16 +386,24 @@ int attention_step(
     const problem p = {q, k, v, bias, head_scale, sink_logits, sink_values, keys, values, seen, y, key_row, key_head,
                        key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row, sink_head, left,
                        right, chunk, block, shift, zeros_before, narrow, B, H, G, M, E, V, S, scale};
-    int failed = 0;
     for (int64_t b = 0; b < B; b++)
         if (M < 1 || (seen && seen[b] < 0)) return 2;
-    /* waking a thread takes as long as so many products */
-#pragma omp parallel for num_threads(threads) if (threads > 1 && B * H * M * (E + V) > 1 << 20)
-    for (int64_t task = 0; task < B * G; task++) {
-        float *space = malloc(space_of(&p) * sizeof(float));
-        if (!space) { failed = 1; continue; }
-        one_group(&p, task / G, task % G, space);
-        free(space);
+    const int64_t length = smaller(M, M > 8 * SHORT ? LONG : SHORT), count = ceil_div(M, length), heads = H / G;
+    /* of a part, and of a thread: queries, a key, scores */
+    const int64_t out = heads * (V + 2), space = (heads + 1) * E + HEADS * (length + SLOTS);
+    threads = B * H * M * (E + V) > WORTH_A_THREAD ? smaller(threads, B * G * count) : 1;
+    float *parts = malloc((B * G * count * out + threads * space) * sizeof(float)), *spaces = parts + B * G * count * out;
+    if (!parts) return 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *own = spaces + omp_get_thread_num() * space;
+#pragma omp for
+        for (int64_t task = 0; task < B * G * count; task++)
+            one_part(&p, task / count / G, task / count % G, task % count, length, parts + task * out, own);
+#pragma omp for
+        for (int64_t task = 0; task < B * G; task++)
+            finish(&p, task / G, task % G, parts + task * count * out, count, own);
     }
-    return failed;
+    free(parts);
+    return 0;
 }

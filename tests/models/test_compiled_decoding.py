@@ -1,0 +1,101 @@
+"""`compiled_decoding`: the step of `generate` is compiled once on a CPU, and writes the same text."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid_ssm import LowBitConfig, compiled_decoding
+from tests.tiny_models import compiles, own_language_model, shallow_language_model
+
+pytestmark = compiles
+VARIANTS = {  # with how many rows
+    "longhorn + window and full attention": 2,
+    "bst sh s4d": 1,
+    "lmu-isa": 2,
+    "spade s4 window": 1,
+    "student: windows and a full layer": 1,
+    "student: groups": 2,
+    "student with a mixer": 1,
+}
+
+
+def traced_only(**options):
+    """With torch's backend that runs a graph as it is: inductor takes up to minutes for each of these models."""
+    config = compiled_decoding(**options)
+    config.backend = "eager"
+    return config
+
+
+def written(model, prompts, count, **options):
+    with torch.no_grad():
+        return model.generate(prompts, max_new_tokens=count, min_new_tokens=count, do_sample=False, **options)
+
+
+def prompts(rows, length):
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_later_texts_of_any_length_compile_nothing(variant):
+    """But where layers keep kernels by length, whose number a step looks at."""
+    model, rows = copy.deepcopy(shallow_language_model(variant)), VARIANTS[variant]
+    options = {"cache_implementation": "static", "max_cache_len": 40, "compile_config": traced_only()}
+    compiled = [written(model, prompts(rows, 9), 4, **options)]
+    with torch.compiler.set_stance("default" if "s4" in variant else "fail_on_recompile"):
+        compiled += [written(model, prompts(rows, 3), 5, **options), written(model, prompts(rows, 20), 12, **options)]
+    for got, (length, count) in zip(compiled, [(9, 4), (3, 5), (20, 12)]):
+        assert torch.equal(got, written(model, prompts(rows, length), count))
+
+
+def test_weights_that_change_are_used():
+    """In place, by others (the head is then tied no longer), and in another dtype, which compiles the step anew."""
+    model = own_language_model("longhorn")
+    options = {"cache_implementation": "static", "max_cache_len": 40, "compile_config": traced_only()}
+    changes = [
+        lambda: None,
+        lambda: model.lm_head.weight.data.mul_(-1),
+        lambda: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.flip(0))),
+        lambda: model.double(),
+    ]
+    texts = []
+    for change in changes:
+        change()
+        texts.append(written(model, prompts(1, 5), 6, **options))
+        assert torch.equal(texts[-1], written(model, prompts(1, 5), 6))
+    assert len({tuple(text[0].tolist()) for text in texts}) > 2
+
+
+def test_few_guards_look_into_modules():
+    """By count, of a step."""
+    inside = []
+    config = traced_only()
+    own = config.options["guard_filter_fn"]
+
+    def filtered(guards):
+        kept = own(guards)
+        inside.extend(keep for guard, keep in zip(guards, kept) if "._modules[" in guard.name)
+        return kept
+
+    config.options["guard_filter_fn"] = filtered
+    model = copy.deepcopy(shallow_language_model("student: groups"))
+    written(model, prompts(1, 5), 3, cache_implementation="static", compile_config=config)
+    assert len(inside) > 500 and sum(inside) < len(inside) / 5
+
+
+def test_low_bits_by_inductor(tmp_path):
+    """Compiled indeed, by what torch compiles with: the text of weights of 4 bits."""
+    own_language_model("student: groups", wide=True).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=LowBitConfig(bits=4)).eval()
+    options = {"cache_implementation": "static", "compile_config": compiled_decoding()}
+    got = written(model, prompts(1, 9), 8, **options)
+    assert hasattr(model, "_compiled_call")
+    assert torch.equal(got, written(model, prompts(1, 9), 8))
