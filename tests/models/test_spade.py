@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DynamicCache,
     EncoderDecoderCache,
@@ -282,7 +281,7 @@ def test_encoder_decoder_assisted_equals_greedy():
 
 
 def test_loss_shifts_the_labels_right():
-    model = seq2seq(dropout=0.0)
+    model = seq2seq()
     source, labels = inv.random_ids(model, 2, 9, 0), inv.random_ids(model, 2, 6, 1)
     labels[1, 4:] = -100
     decoder_input = torch.cat([torch.zeros(2, 1, dtype=torch.long), labels[:, :-1].clamp(min=0)], 1)
@@ -290,16 +289,6 @@ def test_loss_shifts_the_labels_right():
     loss = model(source, labels=labels).loss
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, want)
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "dropout") and isinstance(module.dropout, float):
-            module.dropout = 0.0
-    model.config.use_linear_cross_entropy = True
-    output = model(source, labels=labels)
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, want)
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean"])
@@ -409,36 +398,12 @@ def test_pairs_are_encoded_each_for_itself():
         model(ids[:, 0])
 
 
-@pytest.mark.parametrize("fields", [{}, {"decoder_ssm_layers": [1]}])
-def test_gradient_checkpointing_changes_nothing(fields):
-    off = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0, "activation_dropout": 0.0}
-    model = seq2seq(**off, **fields).train()
-    source, labels = inv.random_ids(model, 2, 9, 0), inv.random_ids(model, 2, 6, 1)
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        model(source, labels=labels, use_cache=True).loss.backward()
-        gradients.append(model.model.encoder.layers[0].feed_forward.fc1.weight.grad.clone())
-    torch.testing.assert_close(*gradients)
-
-
 def test_frozen_by_default_and_trained_on_request():
     frozen = SpadeForCausalLM(SpadeConfig(**TINY))
     assert not any(p.requires_grad for n, p in frozen.named_parameters() if ".ssm." in n)
     trained = SpadeForCausalLM(SpadeConfig(**TINY, ssm_trainable="all"))
     assert all(p.requires_grad for n, p in trained.named_parameters() if ".ssm." in n)
     assert frozen.state_dict().keys() == trained.state_dict().keys()
-
-
-def test_recurrence_stays_float32_in_bfloat16(tmp_path):
-    SpadeForCausalLM(SpadeConfig(**TINY)).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ssm = model.model.layers[0].mixing.ssm
-    assert all(p.dtype == torch.float32 for p in ssm.parameters())
-    assert model.lm_head.weight.dtype == torch.bfloat16
-    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
