@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.losses import cross_entropy, sequence_classification_loss
+from hf_hybrid_ssm.models.classifiers import cross_entropy, sequence_classification_loss
 from tests.tiny_models import classes_of, config_of, ids_of
 
 ROWS, LENGTH, CLASSES = 4, 9, 3

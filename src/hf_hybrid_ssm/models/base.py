@@ -318,7 +318,7 @@ class HybridModelMixin:
             The first tokens go on with the documents in the cache, as they do in each step of `generate`. A single
             token that does is not padding.
         """
-        check_arguments(self, kwargs)  # type: ignore[arg-type]
+        check_arguments(self, kwargs)
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:

@@ -24,16 +24,13 @@ from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.heads import (
-    CausalLMHead,
-    LMHead,
-    MaskedLMHead,
+from hf_hybrid_ssm.models.classifiers import (
     MultipleChoiceHead,
     QuestionAnsweringHead,
     TokenClassificationHead,
+    sequence_classification_loss,
 )
-from hf_hybrid_ssm.models.inputs import check_class_labels
-from hf_hybrid_ssm.models.losses import sequence_classification_loss
+from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
@@ -445,7 +442,6 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
         logits = self.classifier(pooled)
         loss = None
         if labels is not None:
-            check_class_labels(labels, logits, self.config.problem_type)
             targets = {"labels": labels, "pooled_logits": logits, "config": self.config}
             loss = self.loss_function(logits=logits, **targets, **kwargs)
         return SequenceClassifierOutput(
