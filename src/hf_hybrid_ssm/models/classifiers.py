@@ -181,8 +181,11 @@ class SequenceClassificationHead(Head):
         last = last_real_token(*tokens, self.config.pad_token_id, hidden_states.shape[:2]).to(hidden_states.device)
         return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), last]
 
+    def _scores(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.score(pooled)
+
     def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.score(hidden_states)
+        logits = self._scores(hidden_states)
         if targets is None:
             return logits, None
         of_loss = {"labels": targets, "pooled_logits": logits, "config": self.config}
