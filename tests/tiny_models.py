@@ -11,9 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    Cache,
     DynamicCache,
+    EncoderDecoderCache,
     PreTrainedConfig,
     PreTrainedModel,
+    StaticCache,
 )
 
 import hf_hybrid_ssm
@@ -260,15 +263,30 @@ def recording_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def empty_cache(model: PreTrainedModel, room: int | None = None) -> Cache:
+    """One of the layers that the model keeps, of an encoder-decoder two; static with room for so many tokens."""
+    config, decodes = model.config, "decoder_input_ids" in inspect.signature(model.forward).parameters
+    caches = [
+        DynamicCache(config=config) if room is None else StaticCache(config=config, max_cache_len=room)
+        for _ in range(1 + decodes)
+    ]
+    return EncoderDecoderCache(*caches) if decodes else caches[0]
+
+
+def ids_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Token ids, none of them special."""
+    return torch.randint(3, TOKENS["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
 def batch_of(variant: str, rows: int = 2, length: int = 14) -> dict[str, torch.Tensor]:
     """Token ids and labels of a language model; an encoder-decoder's target is shorter than its source."""
-    ids = torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
+    ids = ids_of(rows, length, seed=1)
     return {"input_ids": ids, "labels": ids[:, :6] if EVERY[variant][0] == "spade_seq2seq" else ids}
 
 
 def inputs_for(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
     """Token ids that the model takes; the target too where it has a decoder."""
-    ids = torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = ids_of(rows, length, seed=seed)
     if "MultipleChoice" in type(model).__name__:
         return {"input_ids": torch.stack((ids, ids.flip(1)), 1)}
     decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import Cache, TrainingArguments, default_data_collator
 
-from hf_hybrid_ssm.models.cache import carry_segment
+from hf_hybrid_ssm.training.segments import carry_segment
 
 
 def check_lanes(rows: Any, training: TrainingArguments) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from hf_hybrid_ssm.models.families import FAMILIES, OTHERS, owner_of
 from hf_hybrid_ssm.models.family import Family
-from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 from hf_hybrid_ssm.students.family import FAMILY as STUDENT
+from hf_hybrid_ssm.tested_versions import warn_of_untested_transformers
 
 logger = logging.getLogger(__name__)
 CONFIGURATION = "hf_hybrid_ssm.models.configuration"  # that of every family is derived from what it defines

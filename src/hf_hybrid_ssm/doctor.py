@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_hybrid_ssm.cli.threads import POLICY, processor_quota, processors
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
-from hf_hybrid_ssm.models.tested_versions import TESTED, outside
 from hf_hybrid_ssm.repository import source_address
+from hf_hybrid_ssm.tested_versions import TESTED, outside
 
 if TYPE_CHECKING:
     import torch

@@ -294,6 +294,13 @@ def test_parameters_are_defined_without_the_device(case):
     assert torch.equal(mixer(u)[0], wanted(u)[0])
 
 
+def test_s5_outputs_start_with_variance_one_over_state_size():
+    torch.manual_seed(0)
+    mixer = build_mixer("s5", 256, state_size=64, blocks=1)
+    # real and imaginary part of each entry have it, and the basis is unitary
+    assert float(mixer.C.square().sum(-1).mean()) * 64 / 2 == pytest.approx(1, rel=0.05)
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -6,23 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD
 from hf_hybrid_ssm.serving.context import load_context, save_context
 from tests import processes
-from tests.tiny_models import FEW, build, classes_of, config_of, inputs_for, language_model, own_language_model
+from tests.tiny_models import (
+    FEW,
+    build,
+    classes_of,
+    config_of,
+    empty_cache,
+    inputs_for,
+    language_model,
+    own_language_model,
+)
 
 NAMES = (NEW, OLD)
 CLASSES = [(variant, name) for variant in [*FEW, "bst s5 bidirectional"] for name in classes_of(variant)]
 CAUSAL = [variant for variant in FEW if variant != "encoder-decoder"]
 IDS = torch.arange(3, 17).view(2, 7)
-
-
-def empty_cache(model):
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    return DynamicCache(config=model.config)
 
 
 def has_cache(model):

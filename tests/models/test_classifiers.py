@@ -16,7 +16,7 @@ from transformers import (
 
 import hf_hybrid_ssm
 from tests.memory import in_own_memory
-from tests.tiny_models import HEADED, ROWS, TOKENS, config_of, own_language_model
+from tests.tiny_models import HEADED, ROWS, config_of, ids_of, own_language_model
 
 AUTOS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -27,10 +27,6 @@ AUTOS = {
 HEADS = {"score", "qa_outputs", "classifier"}
 LANGUAGE_MODELS = [row for row in HEADED if row != "encoder-decoder"]
 SPADE = [row for row in LANGUAGE_MODELS if "spade" in row]
-
-
-def ids_of(*shape: int) -> torch.Tensor:
-    return torch.randint(3, TOKENS["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("head", AUTOS)

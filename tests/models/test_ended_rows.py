@@ -8,14 +8,12 @@ from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
     DynamicCache,
-    EncoderDecoderCache,
-    StaticCache,
 )
 
 from hf_hybrid_ssm.models.packing import signature
 from hf_hybrid_ssm.serving import load_context, save_context
 from tests.models.invariances import TOLERANCE, pad_rows
-from tests.tiny_models import LONGHORN, ROWS, TOKENS, compiles, language_model
+from tests.tiny_models import LONGHORN, ROWS, TOKENS, compiles, empty_cache, language_model
 
 CAUSAL = [row for row in ROWS if row != "encoder-decoder"]
 NEW_TOKENS, PAD, END = 8, 0, 2
@@ -24,13 +22,6 @@ SOURCE = torch.tensor([[5, 6, 7, 8, 9]]).repeat(3, 1)
 
 def ids_of(length: int, seed: int, rows: int = 3) -> torch.Tensor:
     return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def cache_of(model, static: bool):
-    def one():
-        return StaticCache(config=model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
-
-    return EncoderDecoderCache(one(), one()) if model.config.is_encoder_decoder else one()
 
 
 def inputs_of(model, ids: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
@@ -69,7 +60,7 @@ def first_turn(model, cache, **options):
 @pytest.mark.parametrize("variant", ROWS)
 def test_the_next_turn_of_a_row_that_ended_early_is_its_own(variant, static):
     model = language_model(variant)
-    cache = cache_of(model, static)
+    cache = empty_cache(model, 40 if static else None)
     said, mask = first_turn(model, cache)
     turn = ids_of(4, 3)
     ids, mask = torch.cat([said, turn], 1), torch.cat([mask, torch.ones_like(turn)], 1)
@@ -92,7 +83,7 @@ def test_compiled_steps_of_ended_rows(variant):
     options["compile_config"]._compile_all_devices = True
     counted = torch._dynamo.utils.counters
     counted.clear()
-    caches = [cache_of(model, True) for _ in range(2)]
+    caches = [empty_cache(model, 40) for _ in range(2)]
     said = [first_turn(model, cache, **more) for cache, more in zip(caches, ({}, options))]
     assert torch.equal(said[0][0], said[1][0])
     assert 0 < counted["stats"]["unique_graphs"] <= NEW_TOKENS - 2  # before 5.18 three of each kind, now two
@@ -128,7 +119,7 @@ def test_steps_are_those_of_text_until_a_row_ends_and_where_the_cache_is_thrown_
 def test_a_turn_without_a_mask_knows_what_was_padding(variant):
     """`generate` finds the padding among the tokens itself, where it is no token of the text's."""
     model = language_model(variant)
-    cache = cache_of(model, False)
+    cache = empty_cache(model)
     said, mask = first_turn(model, cache)
     ids = torch.cat([said, ids_of(3, 5)], 1)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -158,7 +149,7 @@ def test_a_mask_over_the_past_that_contradicts_it_is_refused(variant):
     model = language_model(variant)
     ids, mask = ids_of(6, 1), torch.ones(3, 6, dtype=torch.long)
     mask[1, :2] = 0
-    cache, step = cache_of(model, False), ids_of(2, 2)
+    cache, step = empty_cache(model), ids_of(2, 2)
     now = torch.ones_like(step)
     with torch.no_grad():
         for a, b in ((0, 1), (1, 4), (4, 6)):  # in pieces, by masks of all tokens so far or of the piece
@@ -182,7 +173,7 @@ def test_rollback_and_contexts_keep_what_was_padding(variant, tmp_path):
     model = language_model(variant)
     ids, mask = ids_of(8, 1), torch.ones(3, 8, dtype=torch.long)
     mask[1, :2], mask[0, 3], mask[2, 6:] = 0, 0, 0
-    cache, step, now = cache_of(model, False), ids_of(2, 2), torch.ones(3, 2, dtype=torch.long)
+    cache, step, now = empty_cache(model), ids_of(2, 2), torch.ones(3, 2, dtype=torch.long)
     cache.activate_past_recording()
     with torch.no_grad():
         model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
@@ -222,7 +213,7 @@ def test_a_static_cache_does_not_know_which_columns_were_padding():
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
     for variant, needs_all in (("longhorn + window and full attention", True), ("longhorn", False)):
         model = language_model(variant)
-        cache = cache_of(model, True)
+        cache = empty_cache(model, 40)
         said = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
         with torch.no_grad():
             if needs_all:

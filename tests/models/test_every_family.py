@@ -9,15 +9,35 @@ from transformers import pipeline
 
 from tests.matrix.checks import EVERY_FAMILY
 from tests.models import invariances as inv
-from tests.tiny_models import VARIANTS, compiles, language_model, own_language_model, shallow_language_model
+from tests.tiny_models import (
+    OF_FAMILIES,
+    VARIANTS,
+    batch_of,
+    compiles,
+    language_model,
+    own_language_model,
+    shallow_language_model,
+)
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def gradients_of(model, ids):
+def training_without_dropout(variant):
+    model = own_language_model(variant).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
+def step(model, batch):
+    """The output of a training step, and its gradients."""
     model.zero_grad()
-    model(ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    output = model(**batch)
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @EVERY
@@ -53,21 +73,45 @@ def test_lora_trains_and_merges(variant):
     torch.testing.assert_close(model.merge_and_unload()(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
-@EVERY
+WITH_DECODER = pytest.mark.parametrize("variant", [*VARIANTS, "encoder-decoder", "encoder-decoder relative window"])
+
+
+@WITH_DECODER
 def test_gradient_checkpointing_changes_no_gradient(variant):
-    model = own_language_model(variant).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    ids = inv.random_ids(model, 2, 14, 0)
-    plain = gradients_of(model, ids)
+    model, batch = training_without_dropout(variant), batch_of(variant)
+    plain = step(model, batch)[1]
     model.gradient_checkpointing_enable()
-    again = gradients_of(model, ids)
+    again = step(model, batch)[1]
     assert plain.keys() == again.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("variant", [*OF_FAMILIES, "encoder-decoder", "longhorn untied", "lmu-isa untied"])
+def test_a_loss_without_logits_is_the_loss_with_them(variant):
+    model, batch = training_without_dropout(variant), batch_of(variant)
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100)
+    plain, gradients = step(model, batch)
+    model.config.use_linear_cross_entropy = True
+    fused, found = step(model, batch)
+    assert fused.logits is None and plain.logits is not None
+    torch.testing.assert_close(fused.loss, plain.loss)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@WITH_DECODER
+def test_a_folder_read_in_bfloat16_keeps_what_stays_float32(variant, tmp_path):
+    model = own_language_model(variant)
+    model.save_pretrained(tmp_path)
+    loaded, names = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16), model._keep_in_fp32_modules_strict
+    assert loaded.get_input_embeddings().weight.dtype == torch.bfloat16
+    for name, part in loaded.named_parameters():
+        kept = name.rpartition(".")[2] in names
+        assert part.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert not kept or torch.equal(part, model.get_parameter(name)), name
+    assert loaded(**batch_of(variant)).loss.isfinite()
 
 
 # tests/matrix compiles forward and backward of a variant of each family

@@ -5,18 +5,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.losses import cross_entropy, sequence_classification_loss
-from tests.tiny_models import classes_of, config_of
+from hf_hybrid_ssm.models.classifiers import cross_entropy, sequence_classification_loss
+from tests.tiny_models import classes_of, config_of, ids_of
 
 ROWS, LENGTH, CLASSES = 4, 9, 3
 # each class of each family once; the adaptive vocabulary has a loss of its own
 VARIANTS = ["longhorn", "bst sh s4d", "bst s5 bidirectional", "lmu-isa", "spade s4 window", "spade adaptive"]
 VARIANTS += ["encoder-decoder"]
 CASES = [(variant, name) for variant in VARIANTS for name in classes_of(variant) if "For" in name]
-
-
-def ids_of(*shape: int) -> torch.Tensor:
-    return torch.randint(3, 61, shape, generator=torch.Generator().manual_seed(0))
 
 
 def batch_for(class_name: str) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ DECODE = {
     "spade, S5 and window": 26,
     "spade, Hyena and window": 26,
     "spade, EMA and window": 19,
-    "lmu-isa": 30,
+    "lmu-isa": 17,
     "lmu-isa, window attention": 34,
 }
 # without kernels, which is what a device without kernels for single tokens launches

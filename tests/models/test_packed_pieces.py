@@ -14,7 +14,7 @@ from transformers import (
 from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.ops.core import rows as rows_module
 from tests.models import invariances as inv
-from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of, scores
+from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, scores
 from tests.models.test_span_and_token_heads import build as build_head
 from tests.tiny_models import (
     ROWS,
@@ -22,6 +22,7 @@ from tests.tiny_models import (
     VARIANTS,
     batch_of,
     compiles,
+    ids_of,
     language_model,
     own_language_model,
 )

@@ -58,21 +58,6 @@ def test_cached_padded_packed_and_rolled_back(model):
     inv.check_packed(model, rows, "seq_idx")
 
 
-def test_generates_the_same_with_and_without_a_cache(model):
-    prompt = inv.random_ids(model, 2, 9)
-    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
-    text = model.generate(prompt, prefill_chunk_size=4, **settings)
-    assert torch.equal(text, model.generate(prompt, use_cache=False, **settings))
-
-
-def test_survives_saving(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    assert again.config.ssm_type == model.config.ssm_type
-    ids = inv.random_ids(model, 1, 9)
-    torch.testing.assert_close(inv.whole(again, ids), inv.whole(model, ids), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", ["mh", "mf"])
 @pytest.mark.parametrize("name", ONE_FILTER)
 def test_one_filter_cannot_serve_many(name, variant):

@@ -6,7 +6,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassif
 
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests.memory import in_own_memory
-from tests.tiny_models import EVERY, HEADED, TOKENS, config_of
+from tests.tiny_models import EVERY, HEADED, config_of, ids_of
 
 HEADS = {
     "TOKEN_CLASSIFICATION": (AutoModelForTokenClassification, "score"),
@@ -22,10 +22,6 @@ def build(row: str, head: str):
     for parameter in model.get_submodule(HEADS[head][1]).parameters():
         torch.nn.init.normal_(parameter)  # so that a head that was drawn anew would show
     return model
-
-
-def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def scores(output) -> torch.Tensor:

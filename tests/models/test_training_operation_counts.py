@@ -34,6 +34,7 @@ TRAINING = {
     "spade hyena": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "hyena", "filter_length": 2048}, 244),
     "bst sh s4d": ("bst sh s4d", {}, 260),
     "bst sh s5": ("bst sh s4d", {**SSM, "ssm_type": "s5"}, 276),
+    "lmu-isa": ("lmu-isa", {}, 37),
 }
 SIZES = {"hidden_size": 16, "num_attention_heads": 2}  # none changes how many operations there are
 BST = SIZES | {"head_dim": 8, "intermediate_size": 24, "num_context_states": 8, "ssm_layers": None}

@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import EncoderDecoderCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.serving import save_context
-from tests.tiny_models import ROWS, language_model
+from tests.tiny_models import ROWS, empty_cache, language_model
 
 LENGTH = 6
 
@@ -20,13 +20,6 @@ class Broken(BaseException):
 
 def ids_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(seed))
-
-
-def cache_of(model, static: bool):
-    def one():
-        return StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
-
-    return EncoderDecoderCache(one(), one()) if model.config.is_encoder_decoder else one()
 
 
 @torch.no_grad()
@@ -63,7 +56,7 @@ def test_a_cache_that_is_half_advanced_is_refused(variant, static, tmp_path):
     model = language_model(variant)
     last = layers_of(model)[-1].register_forward_pre_hook  # after which all layers but one have read the tokens
     for first, then in ((LENGTH, None), (LENGTH, 1), (LENGTH, 3)):
-        cache, before = cache_of(model, static), None
+        cache, before = empty_cache(model, 24 if static else None), None
         if then is not None:
             read(model, cache, ids_of(first))
             before = copy.deepcopy(cache)
@@ -79,7 +72,7 @@ def test_a_cache_that_is_half_advanced_is_refused(variant, static, tmp_path):
                 save_context(cache, tmp_path / "book.safetensors", model)
         more = ids_of(3, seed=2)
         if before is not None:  # the copy has heard nothing of it
-            whole = read(model, cache_of(model, False), torch.cat([ids_of(first), more], 1))
+            whole = read(model, empty_cache(model), torch.cat([ids_of(first), more], 1))
             torch.testing.assert_close(read(model, before, more), whole[:, first:], rtol=1e-4, atol=2e-5)
         cache.reset()
         if any(int(layer.get_seq_length()) for layer in layers_held(cache)):
@@ -87,16 +80,16 @@ def test_a_cache_that_is_half_advanced_is_refused(variant, static, tmp_path):
                 variant == "longhorn + window and full attention"
             )  # keys that transformers 5.16 leaves at their length
             continue
-        expected = read(model, cache_of(model, False), more)
+        expected = read(model, empty_cache(model), more)
         torch.testing.assert_close(read(model, cache, more), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("variant", ROWS)
 def test_a_forward_that_breaks_off_outside_of_the_layers_harms_nothing(variant):
     """Before the first layer has changed its state, and after the last has."""
-    model, cache = language_model(variant), cache_of(language_model(variant), False)
+    model, cache = language_model(variant), empty_cache(language_model(variant))
     ids = ids_of(LENGTH + 4)
-    expected = read(model, cache_of(model, False), ids)
+    expected = read(model, empty_cache(model), ids)
     got = [read(model, cache, ids[:, :LENGTH])]
     handle = layers_of(model)[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Broken()))
     with pytest.raises(Broken):
@@ -115,7 +108,7 @@ def test_a_forward_that_breaks_off_outside_of_the_layers_harms_nothing(variant):
 def test_a_step_that_breaks_off_within_its_layer_is_refused(static):
     """The counts agree, but a state was overwritten."""
     model = language_model("longhorn")
-    cache = cache_of(model, static)
+    cache = empty_cache(model, 24 if static else None)
     read(model, cache, ids_of(LENGTH))
     held = {name: state.clone() for name, state in cache.layers[-1].states.items()}
     with broken(model.model.layers[-1].mixer.out_proj):

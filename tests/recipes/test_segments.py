@@ -10,7 +10,7 @@ from pretrain_clm import ModelArguments, pretrain
 from transformers import DynamicCache
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
-from hf_hybrid_ssm.models.cache import carry_segment
+from hf_hybrid_ssm.training.segments import carry_segment
 from tests.recipes.small import training as small_training
 from tests.recipes.small import write_lines
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_hybrid_ssm.models.cache import carry_segment
+from hf_hybrid_ssm.training.segments import carry_segment
 from tests.reliability.refusals import assert_refused, mistakes
 from tests.tiny_models import build, class_with_loss, classes_of, config_of
 

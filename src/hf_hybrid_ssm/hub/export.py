@@ -123,7 +123,9 @@ def code_of(model_type: str) -> dict[str, str]:
         if level == "students":
             return rest[0] if rest[0] in ("configuration", "modeling") else "student_parts"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
-            return own if rest[0].endswith(("configuration", "connections")) else "model_parts"
+            return own if rest[0].endswith("configuration") else "model_parts"
+        if not rest:  # of the package itself
+            return "model_parts"
         if own_level == "students":  # theirs are the memories of the families
             return "memories"
         is_listed = rest[-1].startswith(("configuration", "modeling"))

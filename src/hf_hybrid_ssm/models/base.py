@@ -29,7 +29,7 @@ from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
+from hf_hybrid_ssm.tested_versions import warn_of_untested_transformers
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
@@ -318,7 +318,7 @@ class HybridModelMixin:
             The first tokens go on with the documents in the cache, as they do in each step of `generate`. A single
             token that does is not padding.
         """
-        check_arguments(self, kwargs)  # type: ignore[arg-type]
+        check_arguments(self, kwargs)
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -377,9 +377,3 @@ class HybridModelMixin:
         for _, layer in zip(range(self.config.num_hidden_layers), self.layers):  # fewer while generation exits early
             hidden_states = layer(hidden_states, *inputs, cache=cache, **options)
         return hidden_states
-
-
-def let_experts_be_fake(model: PreTrainedModel) -> None:
-    """Let a model run on fake tensors: transformers' usual product of experts takes bfloat16 alone there."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")

@@ -17,7 +17,7 @@ class RecurrentMixin:
 
     layer_idx: int
     takes_pages = False
-    """Whether each of the states in `past` may be a `PagedState`, for one token (`PagedLayer`)."""
+    """Whether each of the states in `past` may be a `PagedState`, for one token (`PagedLayer` of serving)."""
 
     def forward_rows(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, States]:
         """Mix rows (B, L, ...) whose real tokens come first; `options` are the layer's own.

@@ -65,33 +65,6 @@ def has_forgotten(cache: Cache | None) -> bool:
     return any(is_recurrent_state_layer(x) and x.is_of_assistant and not x.is_initialized for x in layers)
 
 
-def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
-    """Make a cache, in place, the one that the next segment of every row starts from.
-
-    No gradient goes back through it, and rows whose next segment begins a document start from zero.
-
-    Args:
-        cache: what a forward with `use_cache=True` returned.
-        begins: (B,) bool.
-
-    Raises:
-        ValueError: a layer keeps keys and values of all tokens (full attention), which cannot reset a single row; or
-            `begins` has another shape or dtype.
-    """
-    for index, layer in enumerate(cache.layers):
-        if not is_recurrent_state_layer(layer):
-            raise ValueError(
-                f"layer {index} of cache is a {type(layer).__name__}; only layers with a state of fixed "
-                "size can carry it from segment to segment."
-            )
-        if begins.dtype != torch.bool or begins.shape != (layer.batch_size,):
-            raise ValueError(
-                f"begins must be bool of shape (batch,) = ({layer.batch_size},), got {begins.dtype} of shape "
-                f"{tuple(begins.shape)}."
-            )
-        layer.reset_rows(begins)
-
-
 def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, States]:
     """The number of tokens in a cache and its packing state, from the first layer that has any: all hold the same.
 

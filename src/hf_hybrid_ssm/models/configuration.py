@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
@@ -28,9 +27,6 @@ SAVED_LAYER_TYPES = "block_types"
 """What `layer_types` is called in a config.json: resuming and tokenizers read one as transformers' base class, which
 refuses other layer types than transformers' own under that name."""
 GPT2_END_OF_TEXT = 50256
-ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
-turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
 # what a config.json may hold beside the fields of its configuration
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
 logger = logging.getLogger(__name__)
@@ -83,38 +79,6 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _rope_type(rope_parameters: dict | None) -> str:
-    rope = rope_parameters or {}
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-class AbsentWhenNone:
-    """A field that is no attribute while it is None: other programs take what is there for a number, as
-    sentence-transformers takes the lesser of `max_position_embeddings` and the tokenizer's length."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: Any, owner: type) -> Any:
-        if config is None:
-            return None  # of the class, where dataclasses look for the default
-        if self.name not in vars(config):
-            raise AttributeError(f"{owner.__name__} has no {self.name}: nothing limits it.")
-        return vars(config)[self.name]
-
-    def __set__(self, config: Any, value: Any) -> None:
-        vars(config).pop(self.name, None)
-        if value is not None:
-            vars(config)[self.name] = value
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """As of dataclasses; a field that is absent is one that is None."""
-    if type(one) is not type(other):
-        return NotImplemented
-    return all(getattr(one, name, None) == getattr(other, name, None) for name in one.__dataclass_fields__)
-
-
 class SavedWithCode(_Mixed):
     """A configuration that takes along the code of its models; placed before `PreTrainedConfig`."""
 
@@ -162,7 +126,6 @@ class HybridConfigMixin(SavedWithCode):
     _following: frozenset[str]
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
-        cls.__eq__ = _equal  # type: ignore[method-assign]  # or the dataclass reads fields that are absent
         super().__init_subclass__(*args, **kwargs)
         STATE_LAYER_TYPES.extend(kind for kind in cls.state_layer_types if kind not in STATE_LAYER_TYPES)
         if HOOKS.register_layer_types is not None:
@@ -314,39 +277,6 @@ class HybridConfigMixin(SavedWithCode):
                 f"relative_attention_max_distance={distance} must exceed half of relative_attention_num_buckets="
                 f"{buckets}, whose first half are single distances."
             )
-
-    @property
-    def scales_rope(self) -> bool:
-        """Whether the rule of `rope_parameters` refers to `max_position_embeddings`."""
-        return _rope_type(getattr(self, "rope_parameters", None)) not in ("default", "linear")
-
-    def check_rope(self) -> None:
-        """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
-        rope = self.rope_parameters or {}
-        kind, theta = _rope_type(rope), rope.get("rope_theta")
-        known = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name not in ROPE_BY_LENGTH))
-        if kind in ROPE_BY_LENGTH:
-            raise ValueError(
-                f"rope_type={kind!r} chooses its frequencies by the length of the text, and keys in a cache keep "
-                f"those that they were turned by: use one of {', '.join(map(repr, known))}."
-            )
-        if kind not in known:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
-        if kind != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1:
-            raise ValueError(
-                f"partial_rotary_factor={rope['partial_rotary_factor']} turns some channels of a head, and all of "
-                "them are turned here: leave it out."
-            )
-        if isinstance(theta, int | float) and not 0 < theta < math.inf:
-            raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
-
-    def check_grouped_heads(self) -> None:
-        """Each key and value head serves equally many query heads."""
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads % groups:
-            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
 
     def check_dropout(self, *names: str) -> None:
         """Each named field is a probability below 1."""

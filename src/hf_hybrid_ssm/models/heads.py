@@ -1,7 +1,7 @@
 """What the heads of all families share: one forward, over a base model.
 
 A head is placed before the pretrained class of its family, and says what it adds to the base model (`_build_head`),
-what its targets must be, and its logits and loss.
+and its logits and loss. Those that classify are in `classifiers.py`.
 """
 
 from collections.abc import Callable
@@ -10,29 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import (
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    QuestionAnsweringModelOutput,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import MaskedLMOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
-from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
-from hf_hybrid_ssm.models.losses import (
-    cross_entropy,
-    question_answering_loss,
-    sequence_classification_loss,
-    token_classification_loss,
-)
-from hf_hybrid_ssm.models.outputs import (
-    CACHE,
-    CausalLMOutputWithCache,
-    SequenceClassifierWithCache,
-    by_both_cache_names,
-)
+from hf_hybrid_ssm.models.inputs import check_labels
+from hf_hybrid_ssm.models.outputs import CACHE, CausalLMOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 Logits = Any
@@ -59,9 +43,6 @@ class Head:
 
     def _build_head(self, config: Any) -> None:
         raise NotImplementedError
-
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
-        """Before the base model runs; `inputs` (B, L, ...) are its token ids or embeddings."""
 
     def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """What the head reads of (B, L, D)."""
@@ -110,9 +91,6 @@ class Head:
             options: of the head alone.
             kwargs: of both.
         """
-        if targets is not None:
-            given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-            self._check_targets(targets, given, options)
         outputs = self.model(**inputs, **kwargs)
         logits, loss = self._predict(self._read(outputs.last_hidden_state, inputs), targets, **options, **kwargs)
         fields = {"loss": loss, "hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -137,12 +115,6 @@ class LMHead(Head):
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
         return hidden_states
 
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
-        logits_to_keep = options.get("logits_to_keep", 0)
-        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        shape = inputs.shape[:2] if inputs is not None and keeps_all else None
-        check_labels(targets, self.config.vocab_size, shape)
-
     def _uses_fused_loss(self) -> bool:
         """Whether the loss is computed from hidden states and the head's weight. A head that is wrapped (LoRA,
         quantization) or sharded (tensor parallelism) is called as a module instead."""
@@ -157,6 +129,9 @@ class LMHead(Head):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if targets is not None:
+            keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+            check_labels(targets, self.config.vocab_size, hidden_states.shape[:2] if keeps_all else None)
         hidden_states = self._pre_head(hidden_states)
         if targets is not None and self._uses_fused_loss():
             return None, self._fused_loss(hidden_states, targets, **kwargs)
@@ -250,150 +225,6 @@ class MaskedLMHead(LMHead):
     output_class = MaskedLMOutput
 
 
-class SequenceClassificationHead(Head):
-    """A linear classifier over the last real token of the family's causal base model.
-
-    The last real token is the last one the attention mask marks as real; without a mask, the last that is not
-    `config.pad_token_id`. Either side may be padded. (transformers' generic head goes by `pad_token_id` alone.)
-    """
-
-    output_class = SequenceClassifierWithCache
-    _loss_function = staticmethod(sequence_classification_loss)
-
-    def _build_head(self, config: Any) -> None:
-        self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, self._num_scores(config), bias=False)
-
-    def _num_scores(self, config: Any) -> int:
-        return config.num_labels
-
-    def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        tokens = inputs["input_ids"], inputs["attention_mask"]
-        last = last_real_token(*tokens, self.config.pad_token_id, hidden_states.shape[:2]).to(hidden_states.device)
-        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), last]
-
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.score(hidden_states)
-        if targets is None:
-            return logits, None
-        check_class_labels(targets, logits, self.config.problem_type)
-        of_loss = {"labels": targets, "pooled_logits": logits, "config": self.config}
-        return logits, self.loss_function(logits=logits, **of_loss, **kwargs)
-
-
-class MultipleChoiceHead:
-    """Which of several texts is right: each gets one score; placed before a sequence classifier's head, which gives
-    it."""
-
-    def _num_scores(self, config: PreTrainedConfig) -> int:
-        return 1
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MultipleChoiceModelOutput:
-        r"""
-        input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
-            The texts to choose from; `attention_mask` and `inputs_embeds` have the choices in the same place.
-        labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            The number of the right one.
-        """
-        texts = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        for name, tensor in texts.items():
-            if tensor is not None and tensor.dim() != (4 if name == "inputs_embeds" else 3):
-                shape = "(batch, choices, length" + (", hidden_size)" if name == "inputs_embeds" else ")")
-                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-        choices = next((tensor.shape[1] for tensor in texts.values() if tensor is not None), 1)
-        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
-        outputs = super().forward(**flat, **kwargs | {"return_dict": True})  # type: ignore[misc]
-        logits = outputs.logits.view(-1, choices)
-        loss = None
-        if labels is not None:
-            check_class_labels(labels, logits, "single_label_classification")
-            loss = cross_entropy(logits, labels, kwargs.get("num_items_in_batch"))
-        return MultipleChoiceModelOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
-class TokenClassificationHead(Head):
-    """One class per token; its weights are named as in transformers."""
-
-    output_class = TokenClassifierOutput
-    _loss_function = staticmethod(token_classification_loss)
-
-    def _build_head(self, config: Any) -> None:
-        self.num_labels = config.num_labels
-        rates = (getattr(config, name, None) for name in ("classifier_dropout", "final_dropout", "hidden_dropout"))
-        self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
-
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
-        if inputs is not None:
-            check_token_classes(targets, inputs.shape[:2], self.config.num_labels)
-
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.score(self.dropout(hidden_states))
-        if targets is None:
-            return logits, None
-        return logits, self.loss_function(logits=logits, labels=targets, config=self.config, **kwargs)
-
-
-class QuestionAnsweringHead(Head):
-    """Start and end of a span; its weights are named as in transformers."""
-
-    output_class = QuestionAnsweringModelOutput
-    _loss_function = staticmethod(question_answering_loss)
-
-    def _build_head(self, config: Any) -> None:
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-
-    @can_return_tuple
-    @by_both_cache_names
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache=None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> QuestionAnsweringModelOutput:
-        r"""
-        start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
-            which is a mean over all rows.
-        """
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds}
-        is_asked = start_positions is not None or end_positions is not None
-        return self._forward(inputs, (start_positions, end_positions) if is_asked else None, {}, kwargs)
-
-    def _check_targets(self, targets: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> None:
-        if inputs is not None:
-            start_positions, end_positions = targets
-            check_span(start_positions, end_positions, inputs.shape[0])
-
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.qa_outputs(hidden_states).unbind(-1)
-        return logits, None if targets is None else self.loss_function(*logits, *targets, **kwargs)
-
-    def _output(self, logits: Logits, **fields: Any) -> Any:
-        start, end = logits
-        return self.output_class(start_logits=start.contiguous(), end_logits=end.contiguous(), **fields)
-
-
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """The tokens of (B, L, D) whose logits are wanted; transformers has this function from 5.21 on.
 
@@ -408,28 +239,3 @@ def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torc
     if logits_to_keep.dtype == torch.bool:
         return hidden_states[logits_to_keep]
     return hidden_states.take_along_dim(logits_to_keep.unsqueeze(-1), 1)
-
-
-def last_real_token(
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    pad_token_id: int | None,
-    shape: torch.Size,
-) -> torch.Tensor:
-    """Column of each row's last real token, (B,) int64.
-
-    Raises:
-        ValueError: a batch of several rows, and nothing that tells padding from text.
-    """
-    batch, length = shape
-    if attention_mask is not None and attention_mask.dim() == 2:
-        real = attention_mask[:, -length:] != 0
-    elif input_ids is not None and pad_token_id is not None:
-        real = input_ids != pad_token_id
-    elif batch == 1 or input_ids is None:
-        return torch.full((batch,), length - 1)
-    else:
-        raise ValueError(
-            f"A batch of {batch} rows needs an attention_mask or config.pad_token_id to find each row's last token."
-        )
-    return (torch.arange(length, device=real.device) * real).argmax(1)

@@ -5,7 +5,6 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import TransformersKwargs
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -27,7 +26,7 @@ def refuse_where(is_wrong: torch.Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def check_arguments(model: nn.Module, others: dict[str, Any]) -> None:
+def check_arguments(model: Any, others: dict[str, Any]) -> None:
     """A forward takes its own arguments, and `others` that transformers gives to any forward.
 
     Raises:
@@ -78,92 +77,19 @@ def check_labels(labels: torch.Tensor, vocab_size: int, shape: torch.Size | None
     if shape is None and labels.dim() != 2:
         raise ValueError(f"labels must have shape (batch, length), got {tuple(labels.shape)}.")
     if shape is not None:
-        _check_shape(labels, shape)
+        check_shape(labels, shape)
 
 
-def problem_type_of(problem_type: str | None, labels: torch.Tensor, classes: int) -> str:
-    """`config.problem_type`, or as in transformers what labels of so many classes look like where it is None."""
-    if problem_type is not None:
-        return problem_type
-    if classes == 1:
-        return "regression"
-    return "single_label_classification" if labels.dtype in INTEGERS else "multi_label_classification"
-
-
-def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type: str | None) -> None:
-    """The labels of a classifier with `logits` (B, C): class indices (B,), or values if it is not a single choice.
-
-    Raises:
-        TypeError: `labels` is not a tensor, or class indices are not integers.
-        ValueError: wrong shape, or a class index outside of 0 … C - 1.
-    """
-    if not isinstance(labels, torch.Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
-    batch, classes = logits.shape
-    problem_type = problem_type_of(problem_type, labels, classes)
-    if problem_type != "single_label_classification":
-        if labels.numel() != batch * classes:
-            raise ValueError(
-                f"labels must have shape (batch, num_labels) = ({batch}, {classes}) for {problem_type}, got "
-                f"{tuple(labels.shape)}."
-            )
-        return
-    if labels.dtype not in INTEGERS:
-        raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
-    if labels.numel() != batch:
-        raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
-    _check_classes(labels, classes)
-
-
-def check_token_classes(labels: torch.Tensor, shape: torch.Size, classes: int) -> None:
-    """A class 0 … C - 1 for each token of the input's `shape`, -100 to ignore it.
-
-    Raises:
-        TypeError: `labels` is not an integer tensor.
-        ValueError: another shape, or a class that does not exist.
-    """
-    _check_integers("labels", labels)
-    _check_shape(labels, shape)
-    _check_classes(labels, classes)
-
-
-def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, batch: int) -> None:
-    """Both ends of each row's span, or neither; a position beyond the row's end is ignored, as in transformers.
-
-    Raises:
-        TypeError: one is not an integer tensor.
-        ValueError: one is missing, has another shape than (B,) or (B, 1), or a negative position.
-    """
-    if start_positions is None and end_positions is None:
-        return
-    for name, positions in (("start_positions", start_positions), ("end_positions", end_positions)):
-        if positions is None:
-            raise ValueError(f"{name} is missing: a loss needs both start_positions and end_positions.")
-        _check_integers(name, positions)
-        if positions.shape not in ((batch,), (batch, 1)):
-            raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(positions.shape)}.")
-        if can_read_values(positions) and bool((positions < 0).any()):
-            raise ValueError(f"{name} must be at least 0, got {int(positions.min())}.")
-
-
-def _check_integers(name: str, value: object) -> None:
+def check_integers(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor) or value.dtype not in INTEGERS:
         have = getattr(value, "dtype", type(value).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {have}.")
 
 
-def _check_shape(labels: torch.Tensor, shape: torch.Size) -> None:
+def check_shape(labels: torch.Tensor, shape: torch.Size) -> None:
     if labels.shape != shape:
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
-        )
-
-
-def _check_classes(labels: torch.Tensor, classes: int) -> None:
-    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
-        raise ValueError(
-            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
-            f"lie in 0..{classes - 1}, or be -100."
         )
 
 
@@ -212,7 +138,7 @@ def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> N
         TypeError: not an integer tensor.
         ValueError: another shape.
     """
-    _check_integers("position_ids", position_ids)
+    check_integers("position_ids", position_ids)
     if position_ids.shape != (batch, length) and position_ids.shape != (1, length):
         raise ValueError(
             f"position_ids must have shape (batch or 1, length) = ({batch}, {length}), got "

@@ -17,7 +17,6 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
-from hf_hybrid_ssm.ops.core.pages import Attend, PagedState, ServedKeys
 
 Recompute = Callable[[PackedRows], States]
 
@@ -235,55 +234,6 @@ class StateAndKeysLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` of a layer that keeps the keys of all tokens too."""
 
     keeps_all_tokens = True
-
-
-class PagedLayer(RecurrentStateLayer):
-    """The states of B texts among those of a server, for one forward."""
-
-    pages: torch.Tensor
-    served: ServedKeys | None = None
-
-    @classmethod
-    def from_pages(
-        cls,
-        pages: torch.Tensor,
-        states: States,
-        *,
-        attend: Attend | None = None,
-        in_place: bool = False,
-        holds_states: bool = True,
-    ) -> Self:
-        """
-        Args:
-            pages: (B,) int64, the page of each text.
-            states: name → tensor (B, ...), which a step may overwrite; or, `in_place`, the server's memory of P pages
-                (P, ...), in which a mixer with `takes_pages` updates them by a step.
-            attend: the server's attention, where its KV cache has this layer's keys.
-            holds_states: the layer is one of this package's, and not transformers' own full attention.
-        """
-        layer = cls()
-        layer.pages, layer.holds_states = pages, holds_states
-        # an op takes these in the place of a state
-        if in_place:
-            layer.states = {name: PagedState(memory, pages) for name, memory in states.items()}  # type: ignore[misc]
-        elif attend is not None:
-            layer.served = ServedKeys(attend)
-            layer.states = {**states, "keys": layer.served}  # type: ignore[dict-item]
-        layer.seen_tokens = 1  # one column stands for all that went before
-        layer.is_initialized = True
-        layer.device = pages.device
-        return layer
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The next tokens' alone: the server has the others."""
-        return keys, values
-
-    def may_be_overwritten(self) -> bool:
-        return True
-
-    @property
-    def batch_size(self) -> int:
-        return self.pages.shape[0]
 
 
 class StaticRecurrentStateLayer(RecurrentStateLayer):

@@ -15,13 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-from hf_hybrid_ssm.models.base import let_experts_be_fake
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
+from hf_hybrid_ssm.students.teacher import let_experts_be_fake
 
 
 class SavedBytes:

@@ -16,9 +16,15 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import prepare_cache, state_layer
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
-from hf_hybrid_ssm.models.state_layers import PagedLayer
 from hf_hybrid_ssm.ops.core.pages import Attend
-from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, serve_layer, state_layout
+from hf_hybrid_ssm.serving.state_layout import (
+    FullAttention,
+    PagedLayer,
+    StateLayout,
+    StateSpec,
+    serve_layer,
+    state_layout,
+)
 from hf_hybrid_ssm.students.outputs import logits_of
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut

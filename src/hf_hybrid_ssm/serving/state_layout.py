@@ -3,20 +3,20 @@
 import copy
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from hf_hybrid_ssm.models.base import let_experts_be_fake
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.packing import States
-from hf_hybrid_ssm.models.state_layers import PagedLayer
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
-from hf_hybrid_ssm.ops.core.pages import Attend
+from hf_hybrid_ssm.ops.core.pages import Attend, PagedState, ServedKeys
 from hf_hybrid_ssm.ops.local_attention import AttentionState
+from hf_hybrid_ssm.students.teacher import let_experts_be_fake
 
 NAMES = {
     "bias": "add a learned bias by distance to",
@@ -90,6 +90,55 @@ def state_layout(model: Any) -> StateLayout:
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
     states = [StateSpec(index, *state) for index, layer in enumerate(first) for state in layer or ()]
     return StateLayout(states, growing, _full_attention(decoder, growing) if growing else [])
+
+
+class PagedLayer(RecurrentStateLayer):
+    """The states of B texts among those of a server, for one forward."""
+
+    states: Any  # a `PagedState` or `ServedKeys` stands in the place of a tensor
+    pages: torch.Tensor
+    served: ServedKeys | None = None
+
+    @classmethod
+    def from_pages(
+        cls,
+        pages: torch.Tensor,
+        states: States,
+        *,
+        attend: Attend | None = None,
+        in_place: bool = False,
+        holds_states: bool = True,
+    ) -> Self:
+        """
+        Args:
+            pages: (B,) int64, the page of each text.
+            states: name → tensor (B, ...), which a step may overwrite; or, `in_place`, the server's memory of P pages
+                (P, ...), in which a mixer with `takes_pages` updates them by a step.
+            attend: the server's attention, where its KV cache has this layer's keys.
+            holds_states: the layer is one of this package's, and not transformers' own full attention.
+        """
+        layer = cls()
+        layer.pages, layer.holds_states = pages, holds_states
+        if in_place:
+            layer.states = {name: PagedState(memory, pages) for name, memory in states.items()}
+        elif attend is not None:
+            layer.served = ServedKeys(attend)
+            layer.states = {**states, "keys": layer.served}
+        layer.seen_tokens = 1  # one column stands for all that went before
+        layer.is_initialized = True
+        layer.device = pages.device
+        return layer
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The next tokens' alone: the server has the others."""
+        return keys, values
+
+    def may_be_overwritten(self) -> bool:
+        return True
+
+    @property
+    def batch_size(self) -> int:
+        return self.pages.shape[0]
 
 
 def serve_layer(cache: Cache, index: int, attend: Attend, states: States, pages: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs
 
-from hf_hybrid_ssm.models.configuration import ROPE_BY_LENGTH
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import ROPE_BY_LENGTH
 
 LOOKED_AT = "hybrid_student_looks"
 ADVICE = "Take another decoder with rotary positions, such as a Llama, Qwen3, OLMo 2, Gemma 3 or Granite."
@@ -234,6 +234,12 @@ def _require_gradient(module: nn.Module, args: Any, output: Any) -> Any:
     parts = output if isinstance(output, tuple) else (output,)
     traced = tuple(part.detach().requires_grad_() for part in parts)
     return traced if isinstance(output, tuple) else traced[0]
+
+
+def let_experts_be_fake(model: PreTrainedModel) -> None:
+    """Let a model run on fake tensors: transformers' usual product of experts takes bfloat16 alone there."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
 
 
 def _without_scaling(rope_type: Any) -> Any:

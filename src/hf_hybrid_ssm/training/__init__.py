@@ -1,1 +1,1 @@
-"""Helpers for training: optimizer groups, memory, resuming, warm starts, sequence parallelism."""
+"""Helpers for training: optimizer groups, memory, resuming, warm starts, segments, sequence parallelism."""

@@ -21,15 +21,13 @@ from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinea
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingStates
 from hf_hybrid_ssm.models.cache import States
-from hf_hybrid_ssm.models.heads import (
-    CausalLMHead,
-    LMHead,
-    MaskedLMHead,
+from hf_hybrid_ssm.models.classifiers import (
     MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows

@@ -17,13 +17,13 @@ from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.heads import (
-    CausalLMHead,
+from hf_hybrid_ssm.models.classifiers import (
     MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows

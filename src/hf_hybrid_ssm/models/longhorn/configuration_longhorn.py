@@ -8,18 +8,45 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hf_hybrid_ssm.models.configuration import (
     DERIVED,
     GPT2_END_OF_TEXT,
-    AbsentWhenNone,
     Derived,
     HybridConfigMixin,
     gpt2_end_of_text,
 )
 
 LAYER_TYPES = ("longhorn", "window_attention", "full_attention")
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
+turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
+
+
+def _rope_type(rope_parameters: dict | None) -> str:
+    rope = rope_parameters or {}
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+class AbsentWhenNone:
+    """A field that is no attribute while it is None: other programs take what is there for a number, as
+    sentence-transformers takes the lesser of `max_position_embeddings` and the tokenizer's length."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        if config is None:
+            return None  # of the class, where dataclasses look for the default
+        if self.name not in vars(config):
+            raise AttributeError(f"{owner.__name__} has no {self.name}: nothing limits it.")
+        return vars(config)[self.name]
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config).pop(self.name, None)
+        if value is not None:
+            vars(config)[self.name] = value
 
 
 @strict
@@ -140,6 +167,12 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     bos_token_id: int | None = GPT2_END_OF_TEXT
     eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
 
+    def __eq__(self, other: object) -> bool:
+        """As of dataclasses; a field that is absent is one that is None."""
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(getattr(self, name, None) == getattr(other, name, None) for name in self.__dataclass_fields__)
+
     @property
     def has_attention(self) -> bool:
         """Whether some layer attends."""
@@ -148,7 +181,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def limits_positions(self) -> bool:
         """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
-        return "full_attention" in self.layer_types or self.scales_rope
+        return "full_attention" in self.layer_types or _rope_type(self.rope_parameters) not in ("default", "linear")
 
     @property
     def intermediate_size(self) -> int:
@@ -170,7 +203,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
         if self.has_attention:
             self._check_attention()
-            self.check_rope()
+            self._check_rope()
 
     def validate_rope(self):
         """As in transformers, where there is something to rotate."""
@@ -179,7 +212,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
-        self.check_grouped_heads()
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
         size, rest = divmod(self.hidden_size, self.num_attention_heads)
         if rest and self.head_dim == size:
             raise ValueError(
@@ -189,6 +224,28 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             )
         if self.sliding_window is None and "window_attention" in self.layer_types:
             raise ValueError('sliding_window=None, but layer_types has "window_attention" layers: give their window.')
+
+    def _check_rope(self) -> None:
+        """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
+        rope = self.rope_parameters or {}
+        kind, theta = _rope_type(rope), rope.get("rope_theta")
+        known = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name not in ROPE_BY_LENGTH))
+        if kind in ROPE_BY_LENGTH:
+            raise ValueError(
+                f"rope_type={kind!r} chooses its frequencies by the length of the text, and keys in a cache keep "
+                f"those that they were turned by: use one of {', '.join(map(repr, known))}."
+            )
+        if kind not in known:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
+        if kind != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1:
+            raise ValueError(
+                f"partial_rotary_factor={rope['partial_rotary_factor']} turns some channels of a head, and all of "
+                "them are turned here: leave it out."
+            )
+        if isinstance(theta, int | float) and not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
 
 
 __all__ = ["LonghornConfig"]

@@ -17,13 +17,13 @@ from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.heads import (
-    CausalLMHead,
+from hf_hybrid_ssm.models.classifiers import (
     MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
     ATTENTION,
     AttendingGeneration,

@@ -14,8 +14,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
@@ -24,16 +23,13 @@ from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.heads import (
-    CausalLMHead,
-    LMHead,
-    MaskedLMHead,
+from hf_hybrid_ssm.models.classifiers import (
     MultipleChoiceHead,
     QuestionAnsweringHead,
+    SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.inputs import check_class_labels
-from hf_hybrid_ssm.models.losses import sequence_classification_loss
+from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
@@ -404,53 +400,31 @@ class SpadeClassificationHead(nn.Module):
 
 
 @auto_docstring
-class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
+class SpadeForSequenceClassification(StackOfCheckpoint, SequenceClassificationHead, SpadePreTrainedModel):
     """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
 
-    _loss_function = staticmethod(sequence_classification_loss)
+    base_model_class = staticmethod(classified_stack)
+    output_class = SequenceClassifierOutput
     _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
-    def __init__(self, config: SpadeConfig):
-        super().__init__(config)
+    def _build_head(self, config: SpadeConfig) -> None:
         self.num_labels = config.num_labels
-        self.model = classified_stack(config)
         self.classifier = SpadeClassificationHead(config, self._num_scores(config))
-        self.post_init()
 
-    def _num_scores(self, config: SpadeConfig) -> int:
-        return config.num_labels
+    def _scores(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.classifier(pooled)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        r"""
-        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
-            Class indices (or values, for regression with `num_labels == 1`).
-        """
-        inputs: dict[str, torch.Tensor | None]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+    def _forward(self, inputs: dict[str, Any], targets: Any, options: dict[str, Any], kwargs: Any) -> Any:
         if self.config.paired_input:
-            inputs = {name: _halves_as_rows(name, tensor) for name, tensor in inputs.items()}
-        outputs = self.model(**inputs, **kwargs)
+            texts = ("input_ids", "attention_mask", "inputs_embeds")
+            inputs |= {name: _halves_as_rows(name, inputs[name]) for name in texts}
+        return super()._forward(inputs, targets, options, kwargs)
+
+    def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         mask = inputs["attention_mask"]
-        pooled = self._pool(outputs.last_hidden_state, None if mask is None else mask != 0)
-        if self.config.paired_input:
-            pooled = pooled.unflatten(0, (-1, 2)).flip(1).flatten(1)  # the second text first, as MEGA has it
-        logits = self.classifier(pooled)
-        loss = None
-        if labels is not None:
-            check_class_labels(labels, logits, self.config.problem_type)
-            targets = {"labels": labels, "pooled_logits": logits, "config": self.config}
-            loss = self.loss_function(logits=logits, **targets, **kwargs)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        pooled = self._pool(hidden_states, None if mask is None else mask != 0)
+        # of a pair the second text first, as MEGA has it
+        return pooled.unflatten(0, (-1, 2)).flip(1).flatten(1) if self.config.paired_input else pooled
 
     def _pool(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """(B, L, d) → (B, d): the first real token, the last, or the mean of all."""

@@ -17,11 +17,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.models.cache import (
-    begin_forward,
-    finish_forward,
-    read_rows,
-)
+from hf_hybrid_ssm.models.cache import begin_forward, finish_forward, read_rows
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.heads import LMHead
@@ -127,8 +123,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             check_source(cache, source, encoder_states)
         inputs = (encoder_states, mask, self._shared_bias(), rows)
         begin_forward(own)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, *inputs, cache=cache)
+        hidden_states = self._through_layers(hidden_states, *inputs, cache=cache)
         finish_forward(own, self)
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
@@ -270,7 +265,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
             )
         return super()._prefill(input_ids, generation_config, *args, **kwargs)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels (B, T) shifted one to the right, after the start token; -100 becomes padding."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or padding is None:
@@ -279,7 +274,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
                 "make decoder_input_ids from labels; or give decoder_input_ids."
             )
         shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == -100, padding)  # type: ignore[return-value]
+        return shifted.masked_fill(shifted == -100, padding)
 
     @can_return_tuple
     @auto_docstring
@@ -288,7 +283,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: tuple | BaseModelOutput | None = None,
         cache: Cache | None = None,
@@ -302,11 +297,9 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
         labels (`torch.LongTensor` of shape `(batch_size, target_length)`, *optional*):
             The target; the decoder reads it one token later. -100 is ignored.
         """
-        if labels is not None:
-            inputs = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            check_labels(labels, self.config.vocab_size, None if inputs is None else inputs.shape[:2])
-            if inputs is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            check_labels(labels, self.config.vocab_size, None)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -320,14 +313,8 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, LMHead, SpadePreTrain
             **kwargs,
         )
         logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
-        return Seq2SeqLMOutputWithCache(
-            loss=loss,
-            logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
-            decoder_hidden_states=outputs.decoder_hidden_states,
-            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
-            encoder_hidden_states=outputs.encoder_hidden_states,
-        )
+        others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutputWithCache(loss=loss, logits=logits, **others)
 
 
 class SpadeSeq2SeqEncoderModel(SpadeEncoderModel):
