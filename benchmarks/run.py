@@ -21,7 +21,6 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"} | os.environ
 BENCHMARKS = (
     "longhorn_scan",
     "cpu_kernels",
-    "long_conv_counts",
     "local_attention",
     "spade_ssm_cost",
     "bst_layer",
@@ -31,7 +30,6 @@ BENCHMARKS = (
     "decoding",
     "weight_only",
     "half_prompts",
-    "start_up",
     "long_context",
     "comparison",
 )

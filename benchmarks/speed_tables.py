@@ -84,14 +84,6 @@ def local_attention(figures: Figures) -> str:
     return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
 
 
-def long_conv_counts(figures: Figures) -> str:
-    forms = figures["forms"]
-    costs = (f"{{{form}[flops]:,}} / {{{form}[bytes]}} / {{{form}[picoseconds]}}" for form in forms)
-    by_length = {f"{int(length):,}": found for length, found in figures["by_length"].items()}
-    rows = rows_of(by_length, *costs, "{choice[float32]}", "{choice[bfloat16]}")
-    return markdown_table(["taps", *forms, "choice, float32", "choice, bfloat16"], rows)
-
-
 def decoding(figures: Figures) -> str:
     families, limited = figures["families"], figures["weights_limit"]
     deep = "{num_hidden_layers} layers of width {hidden_size}"
@@ -206,18 +198,6 @@ def half_prompts(figures: Figures) -> str:
     faster = lambda found: f"{found['bfloat16']['seconds'] / found['products in float32']['seconds']:.1f}x"  # noqa: E731
     head = f"{_transformer_size(figures['shape'])}; {figures['length']:,} tokens: s / MB / error of the logits"
     return markdown_table([head, *forms, "faster by"], rows_of(figures["models"], *costs, faster))
-
-
-def start_up(figures: Figures) -> str:
-    forwards, largest = figures["first forward"], figures["largest preset"]
-    names = [name.replace("first, nothing", "first, no kernel") for name in next(iter(forwards.values()))]
-    table = markdown_table(["seconds of a forward", *names], [[n, *found.values()] for n, found in forwards.items()])
-    notes = [f"{name} {found['seconds']} s" for name, found in figures["on top of torch and transformers"].items()]
-    loaded = " and ".join(f"{which} {value} s" for which, value in largest["seconds"].items())
-    return (
-        f"{table}\nOn top of torch and transformers: {', '.join(notes)}. {largest['preset']} "
-        f"({largest['megabytes']:,} MB): {loaded}.\n"
-    )
 
 
 # -- long texts -------------------------------------------------------------------------------------------------------
