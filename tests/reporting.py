@@ -55,16 +55,13 @@ JOBS = {
         one_thread=False,
     ),
     "upstream": Job(
-        "transformers' own model tests on the families; on four of its models too with tests/upstream/peers.py",
+        "transformers' own model tests on the families",
         ("-m pytest -q -n 2 --dist worksteal tests/upstream",),
     ),
     "invariants": Job(
         "10,000 random cases of every batching invariance, with a page", ("-m tests.invariants.run --cases 10000",)
     ),
-    "programs": Job(
-        "10,000 random programs on models and their caches, with a page",
-        ("-m tests.programs.run --cases 10000 --report programs.md",),
-    ),
+    "programs": _thorough("10,000 random programs on models and their caches", "tests/programs --timeout 20000"),
     "matrix": _thorough(
         "PEFT, quantization, compiling, export, offloading: every family in every cell",
         "-n 1 --timeout 1800 tests/matrix",  # in a process of their own, which starts again after a crash

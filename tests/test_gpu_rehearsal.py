@@ -17,7 +17,7 @@ import pytest
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import ahead, child, plan, requirements
 from benchmarks.gpu.__main__ import arguments_of, main
-from benchmarks.gpu.plan import PARTS, about, digest
+from benchmarks.gpu.plan import PARTS, sources
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from hf_hybrid_ssm.doctor import every_op
@@ -159,28 +159,24 @@ def test_no_case_begins_after_the_command_was_killed(part, tmp_path, monkeypatch
     assert ran == ["first"]
 
 
-def test_results_of_another_card_and_of_other_sources_are_taken_anew(part, tmp_path):
+def test_results_of_another_card_and_of_other_sources_are_taken_anew(part, tmp_path, monkeypatch):
     ran, _ = part
-    sources = dict.fromkeys(("first", "broken", "last"), "old")
-    run(Store(tmp_path, {"device": "one"}, sources=lambda part, case: sources[case]))
-    sources["last"] = "new"
-    run(Store(tmp_path, {"device": "one"}, sources=lambda part, case: sources[case]))
-    assert ran == ["first", "broken", "last", "last"]
-    other = Store(tmp_path, {"device": "other"}, sources=lambda part, case: sources[case])
+    run(Store(tmp_path, {"device": "one"}))
+    monkeypatch.setattr("benchmarks.gpu.store.digest", lambda part: "new")
+    run(Store(tmp_path, {"device": "one"}))
+    assert ran == 2 * ["first", "broken", "last"]
+    other = Store(tmp_path, {"device": "other"})
     assert other.cases("peaks") == {}
     run(other)
-    assert len(ran) == 7
+    assert len(ran) == 9
 
 
-def test_cases_are_chosen_by_name(part, tmp_path):
-    ran, _ = part
-    store = Store(tmp_path, {"device": "one"})
-    assert run(store, chosen="^peaks: (first|last)$") == child.DONE and ran == ["first", "last"]
-
-
-@pytest.mark.parametrize(("chosen", "status"), [("", 1), ("broken", 1), ("first", 0), ("nothing has such a name", 2)])
+@pytest.mark.parametrize(
+    ("chosen", "status"), [("", 1), ("broken", 1), ("^peaks: (first|last)$", 0), ("nothing has such a name", 2)]
+)
 def test_the_status_says_whether_a_case_that_was_asked_for_failed(part, tmp_path, monkeypatch, chosen, status):
     assert status_of(tmp_path, monkeypatch, chosen) == status
+    assert part[0] == [name for name in ("first", "broken", "last") if re.search(chosen, f"peaks: {name}")]
 
 
 def test_the_status_says_that_cases_have_not_run(part, tmp_path, monkeypatch):
@@ -191,13 +187,13 @@ def status_of(folder, monkeypatch, chosen, *options):
     """Of the command, whose cases run in this process, which has the parts of the test."""
 
     def watch(arguments, until, mark):
-        store = Store(folder, {"device": "cpu", "rehearsal": True})
+        store = Store(arguments.results, {"device": "cpu", "rehearsal": True})
         return run(store, until=until, chosen=arguments.cases.pattern)
 
     monkeypatch.setattr(driver, "watch", watch)
     monkeypatch.setattr(driver, "BEGIN", time.time())
-    monkeypatch.setattr("benchmarks.gpu.report.TABLES", {})  # which show other figures
-    words = f"gpu --device cpu --rehearse --results {folder} --resume {folder / 'none'} --out {folder} --cases".split()
+    monkeypatch.setattr(driver, "ROOT", folder)
+    words = f"gpu --device cpu --rehearse --out {folder} --cases".split()
     monkeypatch.setattr(sys, "argv", [*words, chosen, *options])
     return main()
 
@@ -217,13 +213,8 @@ def test_the_copy_outlives_a_kill_and_is_taken_up(part, tmp_path):
     assert Store(tmp_path / "other", {"device": "other"}).resume(copy) == 0
 
 
-def test_every_case_is_about_sources_that_there_are():
-    package = ROOT / "src" / "hf_hybrid_ssm" / "ops"
-    for op in every_op():
-        folder = package / plan.FOLDERS.get(op, op)
-        assert folder.is_dir() and {folder, package / "core"} < set(about("doctor", f"{op} float32"))
-    for part in PARTS:
-        assert all(path.exists() for path in about(part, "a case"))
+def test_every_part_is_about_sources_that_there_are():
+    assert all(path.exists() for part in PARTS for path in sources(part))
 
 
 def test_every_op_with_a_kernel_for_cards_is_checked():
@@ -239,25 +230,6 @@ def test_no_case_has_the_name_of_another(settings):
     for part in PARTS:
         cases = [case for case, _ in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings)]
         assert cases and len(set(cases)) == len(cases)
-
-
-def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "ROOT", tmp_path)
-    names = ["src/hf_hybrid_ssm/ops/longhorn_scan/triton.py", "src/hf_hybrid_ssm/ops/causal_conv/triton.py"]
-    names += ["benchmarks/gpu/parity.py", "benchmarks/gpu/scan.py", *(f"benchmarks/{name}" for name in plan.SHARED)]
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("old")
-
-    def digests():
-        plan._digest.cache_clear()
-        return [digest("parity", "longhorn_step 1"), digest("parity", "causal_conv 1"), digest("scan", "1")]
-
-    for name, changes in {names[0]: [1, 0, 1], names[3]: [0, 0, 1], names[-1]: [1, 1, 1]}.items():
-        before = digests()
-        (tmp_path / name).write_text("new")
-        assert [old != new for old, new in zip(before, digests())] == list(map(bool, changes)), name
-    plan._digest.cache_clear()
 
 
 def test_a_part_that_cannot_begin_is_recorded_and_the_others_run(part, tmp_path, monkeypatch):
@@ -280,8 +252,7 @@ def stuck(part, tmp_path, monkeypatch):
     stub.write_text("\n".join(lines))
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
-    options = ["--results", str(store.folder), "--out", str(tmp_path / "out")]
-    arguments = arguments_of(["--device", "cpu", "--rehearse", *options])
+    arguments = arguments_of(["--device", "cpu", "--rehearse", "--out", str(tmp_path / "out")])
 
     def call(seconds):
         begin = time.time()
