@@ -229,42 +229,6 @@ def test_another_model(model, words, book):
 
 
 @pytest.mark.parametrize("variant", SOME)
-def test_another_adapter_than_the_one_that_read(variant, path):
-    """Switched off, scaled, or another one: they are all there, and each computes other states."""
-    peft = pytest.importorskip("peft")
-    model = own_language_model(variant)
-    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
-    wrapped = peft.get_peft_model(model, lora, adapter_name="one")
-    wrapped.add_adapter("two", lora)
-    wrapped.eval()
-    ids = random_ids(model, 1, 15)
-    saved(read(model, ids[:, :9]), path, model)
-
-    def check(words=None):
-        if words is None:
-            loaded = load_context(path, model).past_key_values
-            torch.testing.assert_close(continued(model, loaded, ids[:, 9:]), whole(model, ids)[:, 9:], **TOLERANCE)
-            return
-        with pytest.raises(ValueError, match=rf"was read with layers\.0\..*{words}"):
-            load_context(path, model)
-
-    check()
-    with wrapped.disable_adapter():
-        check("disable_adapters=False, this model has .*disable_adapters=True")
-    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
-        layer.scale_layer(2.0)
-    check("scaling=.*this model has .*scaling=")
-    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
-        layer.unscale_layer(2.0)
-    check()
-    wrapped.set_adapter("two")
-    check(r"active_adapters=\['one'\], this model has .*active_adapters=\['two'\]")
-    wrapped.set_adapter("one")
-    wrapped.eval()
-    check()
-
-
-@pytest.mark.parametrize("variant", SOME)
 def test_what_is_computed_by_code_without_a_name(variant, path):
     model = own_language_model(variant)
     cache = read(model, random_ids(model, 1, 9))
