@@ -75,7 +75,7 @@ JOBS = {
     "operation-counts": Job("operations of a layer, with a page", ("-m tests.models.operation_counts",)),
     "bench": Job("the benchmarks; results in benchmarks/results", ("benchmarks/run.py",), one_thread=False),
     "streaming": Job(
-        "a million tokens in constant memory, with the curve",
+        "a million tokens in constant memory",
         ("benchmarks/streaming.py --tokens 1000000",),
         one_thread=False,
     ),
@@ -93,11 +93,6 @@ JOBS = {
     ),
     "build": Job("the wheel and the source distribution in dist/", ("-m hatchling build",), one_thread=False),
     "cards": Job("the model cards of the papers' language models", ("tools/model_cards.py",), one_thread=False),
-    "clean-room": Job(
-        "exported folders in a new environment that lacks the package, lm-eval's own command included",
-        ("-m pytest tests/hub/test_clean_environment.py",),
-        (("HF_HYBRID_SSM_CLEAN_ROOM", "1"),),
-    ),
 }
 
 

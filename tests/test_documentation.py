@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING
 
 from benchmarks.tables import rendered
 from hf_hybrid_ssm.models.families import FAMILIES
-from tests import reporting
 from tests.test_pasted_blocks import LESSONS, name_of
 
 ROOT = Path(__file__).parents[1]
@@ -100,12 +99,6 @@ def test_who_reads_of_kernels_for_gpus_reads_that_they_never_ran_on_one(page):
         assert re.search(r"never\s+run\s+on\s+a\s+GPU|ever\s+run\s+on\s+a\s+GPU", page.read_text(encoding="utf-8"))
 
 
-def test_every_picture_is_on_a_page():
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    pictures = sorted((ROOT / "benchmarks/results").glob("*.png"))
-    assert pictures and [path.name for path in pictures if f"/{path.name})" not in text] == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_show_the_results(page):
     text = page.read_text(encoding="utf-8")
@@ -121,43 +114,8 @@ def test_named_files_exist(page):
                 assert (ROOT / word).exists(), f"{page.name} names {word}"
 
 
-JOB = re.compile(r"-m tests\.reporting ([a-z][a-z-]*)")
-TARGET = re.compile(r"(?:`|^(?: *-? *run:)? *)make ([a-z][a-z-]*)(?=`|$|  | #| [A-Z_]+=)", re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_jobs_and_targets_that_a_page_names_are_there(page):
-    text = page.read_text(encoding="utf-8")
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(JOB.findall(text)) <= set(reporting.JOBS) and set(TARGET.findall(text)) <= set(targets)
-
-
-def test_versions_that_the_page_of_programs_names_are_those_tested():
-    files = ["constraints.txt", "tests/matrix/requirements.txt", "tests/serving/engine/requirements.txt"]
-    pinned = dict(
-        line.split("==") for name in files[::-1] for line in (ROOT / name).read_text().split() if "==" in line
-    )
-    row = r"^\| \[([\w-]+)\]\(.*?\) \| ([\d.]+).*? \| `(tests/[\w/.]+)` \|$"
-    rows = re.findall(row, (ROOT / "docs/works_with.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 12
-    for program, version, test in rows:
-        assert pinned[program] == version and (ROOT / test).exists(), program
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)
-def test_recipes_say_what_they_do(script):
-    assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
-
-
 CONFIGURATIONS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
 OF_RECIPES = [path for path in CONFIGURATIONS if path.parent.name != "accelerate"]  # these: test_distributed.py
-
-
-@pytest.mark.parametrize("config", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_figures_that_configurations_name_are_there(config):
-    """What was measured by a configuration is committed, and what was not is not named."""
-    for named in re.findall(r"^results: (benchmarks/\S+)", config.read_text(encoding="utf-8"), re.MULTILINE):
-        assert (ROOT / named).is_file() or (ROOT / f"{named}.json").is_file(), named
 
 
 # how a configuration's name begins → its recipe, and what the recipe has to be told besides
@@ -262,14 +220,6 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             config_class.preset(model.preset, **model.config)
 
 
-def test_a_folder_is_needed_to_fine_tune_a_chat_model():
-    pytest.importorskip("trl")
-    from _lib.settings import read_settings
-
-    with pytest.raises(ValueError, match="model_name_or_path"):
-        read_settings("sft.py", classes_of("sft"), [str(ROOT / "recipes/configs/sft/local.yaml")])
-
-
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/families").glob("*.md")), ids=lambda path: path.stem)
 def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
     """The files in the order named, each of which is there, and of one family."""
@@ -285,25 +235,3 @@ def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
         assert (package / skipped).exists(), skipped
     for beside in re.findall(r"`(\w+\.py)`", opening):
         assert any(package.rglob(beside)), beside
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_shell_blocks_name_commands_that_exist(page):
-    """Every line of a bash block: a verb of ours, a recipe and its configuration, a script, or a make target."""
-    from hf_hybrid_ssm.cli import COMMANDS
-    from hf_hybrid_ssm.cli.recipe import config_names, recipe_names
-
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["hf-hybrid-ssm"]:
-                assert words[1] in COMMANDS, line
-                if words[1] == "recipe":
-                    assert words[2] in recipe_names(), line
-                    named = [word for word in words[3:4] if "=" not in word and not word.startswith("-")]
-                    assert set(named) <= set(config_names()), line
-            elif words[:1] == ["make"]:
-                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
-            elif words[:1] == ["python"] and not words[1].startswith("-"):
-                assert (ROOT / words[1]).is_file(), line

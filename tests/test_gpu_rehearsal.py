@@ -8,20 +8,18 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 import types
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import ahead, child, plan, requirements
+from benchmarks.gpu import ahead, child
 from benchmarks.gpu.__main__ import arguments_of, main
-from benchmarks.gpu.plan import PARTS, sources
+from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from hf_hybrid_ssm.doctor import every_op
-from tests import processes
 
 ROOT = Path(__file__).parents[1]
 CARDS_MACHINE = {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "safetensors": "0.8.0"}
@@ -74,13 +72,6 @@ def test_every_part(tree, tmp_path):
     again = rehearse(tree, tmp_path / "again")
     assert said.count(": ok (") == int(re.search(r"(\d+) cases come from", again)[1]) and ": ok (" not in again
     assert json.loads((tmp_path / "again/gpu.json").read_text(encoding="utf-8"))["parts"] == found
-
-
-def test_the_page_has_the_plan():
-    page = (ROOT / "docs" / "first_card.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    assert [row for row in rows if row[0] in PARTS] == [[name, part.about] for name, part in PARTS.items()]
-    assert f"{plan.SECONDS} seconds" in page
 
 
 @pytest.fixture
@@ -151,14 +142,6 @@ def test_no_case_begins_after_the_end_of_the_time(part, tmp_path):
     assert ran == []
 
 
-def test_no_case_begins_after_the_command_was_killed(part, tmp_path, monkeypatch):
-    ran, _ = part
-    parents = iter([1, 1, 2])
-    monkeypatch.setattr(child.os, "getppid", lambda: next(parents))
-    assert run(Store(tmp_path, {"device": "cpu"})) == child.OUT_OF_TIME
-    assert ran == ["first"]
-
-
 def test_results_of_another_card_and_of_other_sources_are_taken_anew(part, tmp_path, monkeypatch):
     ran, _ = part
     run(Store(tmp_path, {"device": "one"}))
@@ -213,33 +196,12 @@ def test_the_copy_outlives_a_kill_and_is_taken_up(part, tmp_path):
     assert Store(tmp_path / "other", {"device": "other"}).resume(copy) == 0
 
 
-def test_every_part_is_about_sources_that_there_are():
-    assert all(path.exists() for part in PARTS for path in sources(part))
-
-
 def test_every_op_with_a_kernel_for_cards_is_checked():
     """By its self-check in each dtype, and against float64."""
     for part in ("doctor", "parity"):
         module = importlib.import_module(f"benchmarks.gpu.{part}")
         named = {case.split(" ")[0] for case, _ in module.cases(Settings("cuda", False))}
         assert named >= {name for name, op in every_op().items() if "triton" in op.kernels}
-
-
-@pytest.mark.parametrize("settings", [Settings("cuda", False), Settings("cpu", True)], ids=["card", "rehearsal"])
-def test_no_case_has_the_name_of_another(settings):
-    for part in PARTS:
-        cases = [case for case, _ in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings)]
-        assert cases and len(set(cases)) == len(cases)
-
-
-def test_a_part_that_cannot_begin_is_recorded_and_the_others_run(part, tmp_path, monkeypatch):
-    ran, _ = part
-    broken = types.ModuleType("benchmarks.gpu.doctor")  # without cases
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu.doctor", broken)
-    monkeypatch.setitem(PARTS, "doctor", plan.Part(""))
-    store = Store(tmp_path, {"device": "cpu"})
-    assert run(store) == child.DONE and ran == ["first", "broken", "last"]
-    assert "AttributeError" in store.cases("doctor")["its cases"]["error"]
 
 
 @pytest.fixture
@@ -295,49 +257,3 @@ def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
     cache.symlink_to(tmp_path)
     with pytest.raises(ValueError, match="is not this user's folder"):
         ahead.unpack(cache, archive)
-
-
-@pytest.fixture
-def versions(monkeypatch):
-    found = {}
-
-    def version(name):
-        if name not in found:
-            raise requirements.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(requirements, "version", version)
-    return found
-
-
-def test_everything_that_is_missing_is_named_at_once(versions):
-    versions |= {"torch": "2.7.1+cu128", "transformers": "5.15.1", "triton": "3.5.1"}
-    assert requirements.problems("cuda") == [
-        "torch 2.7.1+cu128 is too old: pip install 'torch>=2.8'",
-        "transformers 5.15.1 is too old: pip install 'transformers>=5.16'",
-        "safetensors >= 0.8 is missing: pip install 'safetensors>=0.8'",
-        "triton 3.5.1 is too old: pip install 'triton>=3.6'",
-    ]
-
-
-def test_nothing_is_needed_that_is_not_named():
-    """Of what transformers does without, too: scipy is neither named nor taken."""
-    named = {*requirements.REQUIRED, *requirements.ON_CUDA}
-    modules = [f"benchmarks.gpu.{name}" for name in ("__main__", "report", "child", *PARTS)]
-    script = (
-        "import importlib, sys\n"
-        "absent = {'scipy', 'sklearn', 'datasets', 'matplotlib', 'pandas'}\n"
-        "sys.modules |= dict.fromkeys(absent | {name for name in sys.modules if name.split('.')[0] in absent})\n"
-        f"for name in {modules}: importlib.import_module(name)\n"
-    )
-    assert "scipy" not in named
-    done = processes.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}/src"})
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_floors_are_those_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
-    floors = {re.match(r"[\w-]+", line)[0]: re.search(r">=([\d.]+)", line)[1] for line in lines}
-    for name, floor in (requirements.REQUIRED | requirements.ON_CUDA).items():
-        assert name == "torch" or floors[name] == floor  # FlexAttention's gradients need a newer torch
