@@ -6,7 +6,6 @@ and write their result once, in float32. `ops/long_conv/thresholds.py` holds wha
     direct     tap by tap: one pass a tap
     toeplitz   products with tiles of the Toeplitz matrix on the matrix units: quadratic, one pass
     fft        a real FFT of twice the length, its product with the filter's, and back
-    monarch    the same transform as products with two small Fourier matrices, each a matrix product of torch
 """
 
 import math
@@ -60,18 +59,7 @@ def fft_cost(length: int, taps: int) -> Cost:
     return Cost(0.0, 2 * 2.5 * points * math.log2(size), FLOAT * (4 + points * (1 + 4 * passes + 3)))
 
 
-def monarch_cost(length: int, taps: int) -> Cost:
-    """Two stages there and two back, each a product of real matrices that hold real and imaginary parts, written to
-    memory and read again as twiddle factors and the next stage need it."""
-    size = length + min(taps, length)
-    points, root = size / length, math.sqrt(size)
-    products = 2 * points * (4 * root + 8 * root)
-    stages = 2 * (1 + 2) + 4 * (2 + 2)  # real to complex there and back; twiddles and the second stage, complex
-    return Cost(3 * products, 0.0, FLOAT * (4 + points * (2 + stages + 3 * 2)))
-
-
 def cheapest(length: int, taps: int, future: int = 0, *, is_coarse: bool = False) -> str:
-    """ "toeplitz" or "fft". "monarch" is only counted: unless one kernel did all of its stages, it moves more than
-    "fft" at any length."""
+    """ "toeplitz" or "fft"."""
     products = toeplitz_cost(length, taps, future, is_coarse=is_coarse).seconds()
     return "toeplitz" if products <= fft_cost(length, max(taps, future)).seconds() else "fft"

@@ -20,18 +20,10 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"} | os.environ
 # in this order: ops, layers, models
 BENCHMARKS = (
     "longhorn_scan",
-    "cpu_kernels",
-    "long_conv_counts",
     "local_attention",
-    "spade_ssm_cost",
-    "bst_layer",
-    "longhorn_training",
-    "lmu_isa",
     "training",
     "decoding",
     "weight_only",
-    "half_prompts",
-    "start_up",
     "long_context",
     "comparison",
 )

@@ -1,20 +1,11 @@
 """Tables of time and memory, each from the figures of one file of results."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.table_text import markdown_table, mebibytes, rows_of
 
 Figures = dict[str, Any]
-GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
-LONGHORN_AND_PEERS = {
-    "longhorn native": "Longhorn, C kernel (default)",
-    "longhorn torch": "Longhorn, plain torch",
-    "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
-    "mamba eager": "Mamba of transformers, eager",
-    "llama": "Llama of transformers",
-}
 CONTEXT_MODELS = {
     "teacher": "the teacher",
     "bst-256": "BST, windows of 256",
@@ -35,26 +26,6 @@ def _size(shape: Figures, longhorn: str = "") -> str:
 
 def _transformer_size(shape: Figures) -> str:
     return _size(shape, " (Longhorn {})")
-
-
-def longhorn_training(figures: Figures) -> str:
-    step = figures["training_step"]
-    rows = [
-        [label, f"{step['tokens_per_second'][name]:,}", f"{step['longhorn_native_times_as_fast'][name]:.1f}x"]
-        for name, label in LONGHORN_AND_PEERS.items()
-    ]
-    head = [f"{_size(figures['shape'])}; training step, L = {step['length']}", "tokens / s", "Longhorn is faster by"]
-    memory = "; ".join(
-        f"at L = {length}, {peak['longhorn']:.0f} MB (Llama {peak['llama']:.0f} MB)"
-        for length, peak in figures["peak_megabytes_of_a_step"].items()
-    )
-    seconds = {int(length): value for length, value in figures["by_length"]["longhorn native"]["seconds"].items()}
-    first, last = GROWTH_FROM, max(seconds)
-    growth = math.log(seconds[last] / seconds[first]) / math.log(last / first)
-    return (
-        f"{markdown_table(head, rows)}\nFrom L = {first:,} to {last:,} time grows as L^{growth:.2f}; below, what a "
-        f"step costs at any length weighs more. Peak memory of a step: {memory}.\n"
-    )
 
 
 def training(figures: Figures) -> str:
@@ -84,14 +55,6 @@ def local_attention(figures: Figures) -> str:
     return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
 
 
-def long_conv_counts(figures: Figures) -> str:
-    forms = figures["forms"]
-    costs = (f"{{{form}[flops]:,}} / {{{form}[bytes]}} / {{{form}[picoseconds]}}" for form in forms)
-    by_length = {f"{int(length):,}": found for length, found in figures["by_length"].items()}
-    rows = rows_of(by_length, *costs, "{choice[float32]}", "{choice[bfloat16]}")
-    return markdown_table(["taps", *forms, "choice, float32", "choice, bfloat16"], rows)
-
-
 def decoding(figures: Figures) -> str:
     families, limited = figures["families"], figures["weights_limit"]
     deep = "{num_hidden_layers} layers of width {hidden_size}"
@@ -108,22 +71,6 @@ def decoding(figures: Figures) -> str:
     )
 
 
-def lmu_isa(figures: Figures) -> str:
-    step, rows = figures["training_step_at_1024"], figures["training_step_of_one_row"]
-    with_head = figures["training_step_of_one_row_of_1024_with_the_head"]
-    lines = [
-        [f"{name} form, {step['batch']} sequences of 1024", f"{speed:,}", f"{step['peak_megabytes'][name]:,.0f}"]
-        for name, speed in step["tokens_per_second"].items()
-    ]
-    table = markdown_table(["training step, the 1M row of table 3", "tokens / s", "peak MB"], lines)
-    ratios = ", ".join(f"{ratio}x at {length}" for length, ratio in rows["lmu_isa_times_as_fast_as_gpt2"].items())
-    return (
-        f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same "
-        f"width: {ratios}; with heads of {with_head['vocabulary']:,} words "
-        f"{with_head['lmu_isa_times_as_fast_as_gpt2']}x at 1024.\n"
-    )
-
-
 def longhorn_scan(figures: Figures) -> str:
     forward, both, shape = figures["forward"], figures["forward_and_backward"], figures["shape"]
     rows = [[name, f"{value:.1f}"] for name, value in forward["milliseconds"].items()]
@@ -135,51 +82,6 @@ def longhorn_scan(figures: Figures) -> str:
         f"backward {both['C_times_as_fast_as_torch']:.0f}x less. Forward and backward of the scan are "
         f"{figures['share_of_the_block']['share']:.0%} of a layer's.\n"
     )
-
-
-def cpu_kernels(figures: Figures) -> str:
-    """Milliseconds of native and torch on each instruction set, forward and with backward."""
-
-    def cells(found: Figures | None, name: str, kind: str) -> list[str]:
-        return ["not measured"] * 2 if found is None else [f"{found[name][kind][b]:.1f}" for b in ("native", "torch")]
-
-    levels = figures["milliseconds"]
-    rows = [
-        [f"{name}, {kind}", *(cell for found in levels.values() for cell in cells(found, name, kind))]
-        for name in figures["sizes"]
-        for kind in ("forward", "forward and backward")
-    ]
-    head = ["ms", *(f"{level}, {backend}" for level in levels for backend in ("C", "torch"))]
-    return f"{markdown_table(head, rows)}\n" + "".join(f"- `{n}`: {text}\n" for n, text in figures["sizes"].items())
-
-
-def bst_layer(figures: Figures) -> str:
-    columns = {
-        f"{kind}, L = {length}": speeds
-        for kind, found in figures["layer"].items()
-        for length, speeds in found["thousand_tokens_per_second"].items()
-    }
-    first = figures["layer"]["forward"]
-    length, names = next(iter(first["thousand_tokens_per_second"].items()))
-    rows = [[name, *(speeds[name] for speeds in columns.values())] for name in names]
-    return (
-        f"{markdown_table(['thousand tokens / s', *columns], rows)}\nAt L = {length}, forward, SH is "
-        f"{first[f'SH_times_as_fast_as_block_recurrent_at_{length}']}x as fast as a Block-Recurrent layer and "
-        f"takes {first[f'SH_times_the_time_of_sliding_attention_at_{length}']}x the time of sliding attention, MF "
-        f"{first[f'MF_times_the_time_of_SH_at_{length}']}x that of SH. bst-80m reads "
-        f"{figures['bst_80m']['prefill_tokens_per_second']} tokens/s and writes "
-        f"{figures['bst_80m']['decoding_tokens_per_second']}.\n"
-    )
-
-
-def spade_ssm_cost(figures: Figures) -> str:
-    stacks = {"without": "window attention alone", "with": "with a frozen S4", "full attention": "full attention"}
-    costs = (f"{{seconds[{stack}]:.2f}} s, {{peak_megabytes[{stack}]:,}} MB" for stack in stacks)
-    by_length = {f"{int(length):,}": found for length, found in figures["training_step"].items()}
-    rows = rows_of(by_length, *costs, "{added_percent:+} %")
-    head = ["four layers of width 768; training step, L", *stacks.values(), "S4 adds to the time"]
-    note = "A prompt of {tokens} tokens in pieces of {piece} takes {pieces_to_whole}x the time of one piece."
-    return f"{markdown_table(head, rows)}\n{note.format(**figures['prefill'])}\n"
 
 
 def weight_only(figures: Figures) -> str:
@@ -197,27 +99,6 @@ def weight_only(figures: Figures) -> str:
         for name, found in figures["loss"].items()
     ]
     return f"{markdown_table(head, rows)}\n{markdown_table(['held-out loss, nats per token', *forms], lost)}"
-
-
-def half_prompts(figures: Figures) -> str:
-    """Of every model and form: seconds, megabytes that the prompt takes, distance to float64."""
-    forms = list(next(iter(figures["models"].values())))
-    costs = (f"{{{f}[seconds]:.2f}} / {{{f}[megabytes]:,}} / {{{f}[error]:.1e}}" for f in forms)
-    faster = lambda found: f"{found['bfloat16']['seconds'] / found['products in float32']['seconds']:.1f}x"  # noqa: E731
-    head = f"{_transformer_size(figures['shape'])}; {figures['length']:,} tokens: s / MB / error of the logits"
-    return markdown_table([head, *forms, "faster by"], rows_of(figures["models"], *costs, faster))
-
-
-def start_up(figures: Figures) -> str:
-    forwards, largest = figures["first forward"], figures["largest preset"]
-    names = [name.replace("first, nothing", "first, no kernel") for name in next(iter(forwards.values()))]
-    table = markdown_table(["seconds of a forward", *names], [[n, *found.values()] for n, found in forwards.items()])
-    notes = [f"{name} {found['seconds']} s" for name, found in figures["on top of torch and transformers"].items()]
-    loaded = " and ".join(f"{which} {value} s" for which, value in largest["seconds"].items())
-    return (
-        f"{table}\nOn top of torch and transformers: {', '.join(notes)}. {largest['preset']} "
-        f"({largest['megabytes']:,} MB): {loaded}.\n"
-    )
 
 
 # -- long texts -------------------------------------------------------------------------------------------------------

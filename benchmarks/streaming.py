@@ -3,13 +3,12 @@
     python benchmarks/streaming.py --tokens 1000000 --model runs/longhorn-books --text books.jsonl
 
 Besides, tiny models of all families with random weights read a fifth as many random tokens, which shows memory and
-stability but says nothing of the loss. Writes benchmarks/results/streaming.json and streaming.png.
+stability but says nothing of the loss. Writes benchmarks/results/streaming.json.
 """
 
 import argparse
 import gc
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +95,6 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **fields))
         figures[f"{name}, random"] = read(model, torch.randint(0, 256, (count // 5,)), arguments.piece, every)
     write_results("streaming", {"stretch": every, "models": figures})
-    subprocess.run([sys.executable, Path(__file__).with_name("pictures.py"), "streaming"], check=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import quality_tables as quality
 from benchmarks import speed_tables as speed
-from benchmarks import student_tables as students
 from benchmarks.table_text import RESULTS, load, markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -20,20 +19,8 @@ SHARED = {
     quality.compared: "spade_books longhorn_tokens lmu_isa_tokens spade_layers bst_layers families_books "
     "spade_scaled_8 spade_scaled_32 spade_scaled_128 longhorn_mamba_books",
     quality.lengths: "families_length checkpoints_length bst_books bst_16k",
-    quality.first_token: "first_token_recall first_token_mixers first_token_noise",
-    quality.settings_apart: "bst_settings_adamw bst_settings_adafactor",
-    quality.rates_tried: "bst_settings_rates",
-    quality.scaling_law: "scaling_law_5m",
-    quality.glue: "glue_from_scratch",
-    quality.recall: "mqar_families",
-    quality.recall_by_seed: "mqar_state_sizes",
-    quality.arena: "lra_spade lra_image",
-    quality.lm_eval: "lm_eval lm_eval_students",
-    students.upcycling_report: "upcycling_report upcycling_groups upcycling_long",
-    students.upcycling_kinds: "upcycling_kinds upcycling_gemma",
-    students.upcycling_losses: "upcycling_sinks upcycling_positions",
-    students.upcycling_grid: "upcycling_grid_128 upcycling_grid_256 upcycling_grid_512",
-    students.upcycling_memory: "upcycling_memory upcycling_memory_mixers",
+    quality.upcycling_report: "upcycling_report upcycling_groups upcycling_long",
+    quality.upcycling_kinds: "upcycling_kinds upcycling_gemma",
 }
 MADE_BY = {name: make for make, names in SHARED.items() for name in names.split()}
 
@@ -72,10 +59,10 @@ def measured_on(figures: dict) -> str:
     return f"{', '.join(parts)}; commit {figures['commit']}"
 
 
-def source(*several: dict) -> str:
-    """A line below a table: of each file of results its command, unless the page names it, machine and commit."""
-    commands = (f"`{figures['command']}`: " if "command" in figures else "" for figures in several)
-    return f"*{'; '.join(command + measured_on(figures) for command, figures in zip(commands, several))}.*\n"
+def source(figures: dict) -> str:
+    """A line below a table: the command, unless the page names it, machine and commit."""
+    command = f"`{figures['command']}`: " if "command" in figures else ""
+    return f"*{command}{measured_on(figures)}.*\n"
 
 
 def table(name: str) -> str:
@@ -85,9 +72,9 @@ def table(name: str) -> str:
     if not (RESULTS / f"{name}.json").is_file():
         return f"Not measured: `python benchmarks/{name}.py` does it.\n"
     figures = load(name)
-    make = MADE_BY.get(name) or next(getattr(of, name) for of in (speed, quality, students) if hasattr(of, name))
+    make = MADE_BY.get(name) or getattr(speed, name)
     content = {key: value for key, value in figures.items() if key not in PROVENANCE}
-    return f"{make(content)}\n{source(figures, *map(load, quality.ALSO.get(name, [])))}"
+    return f"{make(content)}\n{source(figures)}"
 
 
 def rendered(text: str) -> str:

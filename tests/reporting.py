@@ -55,16 +55,13 @@ JOBS = {
         one_thread=False,
     ),
     "upstream": Job(
-        "transformers' own model tests on the families; on four of its models too with tests/upstream/peers.py",
+        "transformers' own model tests on the families",
         ("-m pytest -q -n 2 --dist worksteal tests/upstream",),
     ),
     "invariants": Job(
         "10,000 random cases of every batching invariance, with a page", ("-m tests.invariants.run --cases 10000",)
     ),
-    "programs": Job(
-        "10,000 random programs on models and their caches, with a page",
-        ("-m tests.programs.run --cases 10000 --report programs.md",),
-    ),
+    "programs": _thorough("10,000 random programs on models and their caches", "tests/programs --timeout 20000"),
     "matrix": _thorough(
         "PEFT, quantization, compiling, export, offloading: every family in every cell",
         "-n 1 --timeout 1800 tests/matrix",  # in a process of their own, which starts again after a crash
@@ -78,7 +75,7 @@ JOBS = {
     "operation-counts": Job("operations of a layer, with a page", ("-m tests.models.operation_counts",)),
     "bench": Job("the benchmarks; results in benchmarks/results", ("benchmarks/run.py",), one_thread=False),
     "streaming": Job(
-        "a million tokens in constant memory, with the curve",
+        "a million tokens in constant memory",
         ("benchmarks/streaming.py --tokens 1000000",),
         one_thread=False,
     ),
@@ -96,11 +93,6 @@ JOBS = {
     ),
     "build": Job("the wheel and the source distribution in dist/", ("-m hatchling build",), one_thread=False),
     "cards": Job("the model cards of the papers' language models", ("tools/model_cards.py",), one_thread=False),
-    "clean-room": Job(
-        "exported folders in a new environment that lacks the package, lm-eval's own command included",
-        ("-m pytest tests/hub/test_clean_environment.py",),
-        (("HF_HYBRID_SSM_CLEAN_ROOM", "1"),),
-    ),
 }
 
 

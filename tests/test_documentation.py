@@ -144,15 +144,6 @@ def test_versions_that_the_page_of_programs_names_are_those_tested():
         assert pinned[program] == version and (ROOT / test).exists(), program
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)
-def test_recipes_say_what_they_do(script):
-    assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
-
-
-CONFIGURATIONS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
-OF_RECIPES = [path for path in CONFIGURATIONS if path.parent.name != "accelerate"]  # these: test_distributed.py
-
-
 @pytest.mark.parametrize("config", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_figures_that_configurations_name_are_there(config):
     """What was measured by a configuration is committed, and what was not is not named."""

@@ -64,63 +64,6 @@ MIXER, CONFIGURATION, MODELS, DECLARATION = shown(
 )
 
 
-FAMILY = """
-import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-import hf_hybrid_ssm
-from hf_hybrid_ssm.hub import card_of_folder, check_folder
-from hf_hybrid_ssm.hub.export import auto_class_of
-from hf_hybrid_ssm.models.families import family_of
-from hf_hybrid_ssm.ops.core.dispatch import backend
-from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.planning.presets import preset_names
-from tests.hub.without_package import answer
-
-sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
-config = AutoConfig.for_model("tinyhorn", **sizes)
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config).eval()
-assert type(model) is hf_hybrid_ssm.TinyhornForCausalLM
-assert type(model).__module__ == "hf_hybrid_ssm.models.tinyhorn.modeling_tinyhorn"
-ids = torch.arange(3, 27).view(2, 12)
-settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
-assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
-
-model.save_pretrained("saved", export_code=True)
-with backend("torch"):
-    found = answer(AutoModelForCausalLM.from_pretrained("saved").eval(), ids)
-    for name, tensor in answer(model, ids).items():
-        assert torch.equal(tensor, found[name])
-save_file(found, "saved-answers")
-for table, name in family_of("tinyhorn").heads.items():
-    auto = getattr(__import__("transformers"), auto_class_of(table))
-    assert type(auto.from_pretrained("saved")).__name__ == name
-assert check_folder("saved")["code"] > 3
-card = card_of_folder("saved")
-assert "`TinyhornForCausalLM`" in card and "Layers 0 to 1: Tinyhorn." in card
-
-assert plan(config, Setup(batch=2, length=12)).parameters == model.num_parameters()
-assert "tinyhorn/125m" in preset_names()
-adapted = get_peft_model(model, LoraConfig())
-assert adapted.get_nb_trainable_parameters()[0] > 0
-"""
-
-
-def test_a_family_is_its_folder_and_one_line(copy):
-    """Longhorn under another name."""
-    source, target = copy.package / "models/longhorn", copy.package / "models/tinyhorn"
-    target.mkdir()
-    for path in source.glob("*.py"):
-        text = re.sub("longhorn(?!_scan|_step)", "tinyhorn", path.read_text().replace("Longhorn", "Tinyhorn"))
-        (target / path.name.replace("longhorn", "tinyhorn")).write_text(text)
-    copy.replace("models/families.py", '    "longhorn",\n', '    "longhorn",\n    "tinyhorn",\n')
-    copy.run("-c", FAMILY)
-    copy.runs_without_package("saved")
-
-
 BACKEND = '''"""For the test: the equation itself, counted."""
 
 import torch

@@ -67,14 +67,6 @@ def test_of_sources_that_were_not_installed(monkeypatch):
         requirements_of("train")
 
 
-def test_nothing_names_the_package_on_an_index_that_has_it_not():
-    root = Path(__file__).parents[1]
-    files = [path for folder in ("src", "recipes", "docs") for path in (root / folder).rglob("*") if path.is_file()]
-    kinds = (".py", ".md", ".ipynb", ".yaml")
-    wrong = [path for path in files if path.suffix in kinds and "hf-hybrid-ssm[" in path.read_text(encoding="utf-8")]
-    assert len(files) > 100 and wrong == []
-
-
 def test_the_doctor_says_what_to_type(nothing_installed, monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "requires", lambda name: [*LINES, "trl; extra == 'sft'", "x; extra=='gpu'"]

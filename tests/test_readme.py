@@ -31,20 +31,6 @@ def block_with(command):
     return next(block for block in SHELL if command in block)
 
 
-def test_two_commands_set_up_everything_and_ci_runs_both_in_a_fresh_clone():
-    """An environment from nothing takes minutes, so the run that begins with none is that of `.ci/run`."""
-    assert block_with("make demo") == ["make demo", "make test"]
-    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    for command in block_with("make demo"):
-        assert re.search(rf"^{command}\b", script, re.MULTILINE), f".ci/run does not run {command}"
-    assert 'export VENV="$work/venv"' in script and "HF_HYBRID_SSM_CACHE=" in script
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    for target in ("demo", "test"):
-        command = ["make", "--dry-run", "--no-print-directory", target, "VENV=nowhere/there"]
-        dry = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
-        assert "-m venv nowhere/there" in dry and "nowhere/there/bin/python" in dry.splitlines()[-1]
-
-
 def test_papers_are_those_of_the_families():
     for family in FAMILIES:
         entry = next(text for text in README.split("@") if family.card.arxiv in text and "title = {" in text)
@@ -190,26 +176,3 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
         done = processes.run([sys.executable, script], cwd=tmp_path, env=environment | installed)
         assert done.returncode == 0, done.stderr[-1500:]
     assert number == 1
-
-
-def test_every_task_works_in_a_clone(tmp_path, monkeypatch):
-    """The same commands on a checkpoint that a clone has, in this process; what takes a server or lm-eval's own
-    process is the other test's."""
-    from hf_hybrid_ssm.cli import main
-
-    pytest.importorskip("datasets")
-    variables, commands = tasks()
-    assert "`MODEL=checkpoints/longhorn-books` works too" in README
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    texts_in(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    done = []
-    for command in commands:
-        words = words_of(command, {**variables, "MODEL": "checkpoints/longhorn-books"})
-        if words[1] not in ("eval", "run"):
-            assert main(words[1:]) == 0, command
-            done.append(words[1])
-    assert done == ["generate", "recipe", "recipe", "export", "card", "check"]
-    assert json.loads((tmp_path / "runs/own/results.json").read_text(encoding="utf-8"))["steps"] == 2
-    for made in ("evaluation.json", "modeling_longhorn.py", "README.md"):
-        assert (tmp_path / "runs/own" / made).is_file()

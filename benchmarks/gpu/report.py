@@ -1,12 +1,13 @@
-"""One page from the results of all parts: what failed, and every figure with its ratios and shares of the peaks."""
+"""One page from the results of all parts: what failed, and every figure."""
 
 import platform
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.store import Store
+from benchmarks.gpu.store import STAMP, Store
 from benchmarks.table_text import markdown_table
 from benchmarks.timing import provenance
 
@@ -25,12 +26,10 @@ def asked_of(store: Store, chosen: re.Pattern[str]) -> tuple[list[str], list[str
 
 
 def page(store: Store, settings: Settings) -> str:
-    found = {part: store.cases(part) for part in PARTS}
     text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(store), ""])
-    for part, cases in found.items():
-        table = TABLES.get(part, lambda *_: "")(cases, found["peaks"])
-        if table or failures(cases):
-            text += f"\n## {part.capitalize()}: {PARTS[part].about}\n\n{table}{failed(cases)}"
+    for part in PARTS:
+        if cases := store.cases(part):
+            text += f"\n## {part.capitalize()}: {PARTS[part].about}\n\n{table(cases)}{failed(cases)}"
     return text
 
 
@@ -67,80 +66,16 @@ def overview(store: Store) -> str:
     return markdown_table(["part", "cases", "failed", "to be run", "seconds", "programs compiled"], rows)
 
 
-def good(cases: Cases) -> Cases:
-    return {name: found for name, found in cases.items() if "error" not in found}
+def table(cases: Cases) -> str:
+    """Every number and word that a case has, a column each."""
+    rows = {name: dict(flat(found)) for name, found in cases.items() if "error" not in found}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    return markdown_table(["case", *columns], [[name, *map(row.get, columns)] for name, row in rows.items()])
 
 
-def peaks(cases: Cases, _: Cases) -> str:
-    rows = [
-        [name, f"{found['gigabytes_per_second']:,} GB/s" if name == "copy" else f"{found['teraflops']:,} TFLOP/s"]
-        for name, found in good(cases).items()
-    ]
-    return markdown_table(["measured", "rate"], rows)
-
-
-def parity(cases: Cases, _: Cases) -> str:
-    rows = [[name, f"{found['largest_error']:.1e}", f"{found['bound']:.0e}"] for name, found in good(cases).items()]
-    return markdown_table(["kernel", "largest relative error", "bound"], rows)
-
-
-def models(cases: Cases, _: Cases) -> str:
-    dtypes = ("float32", "bfloat16")
-    rows = [
-        [name, *(f"{found[dtype][of]:.1e}" for dtype in dtypes for of in ("outputs", "gradients"))]
-        for name, found in good(cases).items()
-    ]
-    return markdown_table(["model", *(f"{of}, {dtype}" for dtype in dtypes for of in ("outputs", "gradient"))], rows)
-
-
-def bandwidth(cases: Cases, peak: Cases) -> str:
-    """A kernel's milliseconds, its share of the copy's bandwidth, and the others' time over its own."""
-    limit = peak.get("copy", {}).get("gigabytes_per_second")
-    others = list(dict.fromkeys(name for found in good(cases).values() for name in found["time_over_ours"]))
-    rows = [
-        [
-            name,
-            f"{found['milliseconds']['ours']:.3f}",
-            share(found.get("gigabytes_per_second"), limit),
-            *(f"{found['time_over_ours'][other]}x" if other in found["time_over_ours"] else "" for other in others),
-        ]
-        for name, found in good(cases).items()
-    ]
-    return markdown_table(["case", "ms", "of the copy's bandwidth", *(f"time of {name}" for name in others)], rows)
-
-
-def decoding(cases: Cases, peak: Cases) -> str:
-    limit = peak.get("copy", {}).get("gigabytes_per_second")
-    found = good(cases)
-    rows = []
-    for name, figures in found.items():
-        llama = found.get(f"Llama, {name.split(', ')[1]}", {}).get("milliseconds_per_token")
-        ratio = f"{figures['milliseconds_per_token'] / llama:.2f}x" if llama else ""
-        rate = share(figures["gigabytes_per_second"], limit)
-        rows.append([name, f"{figures['milliseconds_per_token']:.3f}", rate, ratio])
-    return markdown_table(["model, how", "ms / token", "of the copy's bandwidth", "time over Llama's"], rows)
-
-
-def training(cases: Cases, peak: Cases) -> str:
-    limit = peak.get("product bfloat16", {}).get("teraflops")
-    rows = []
-    for name, found in good(cases).items():
-        ours, llama = found["peak_megabytes"].values()
-        ratio, rate = f"{found['time_over_ours'].get('Llama', '')}x", share(found["teraflops"], limit)
-        rows.append([name, f"{found['tokens_per_second']:,}", ratio, rate, f"{ours:,}", f"{llama:,}"])
-    head = ["model, rows", "tokens / s", "times as fast as Llama", "of the products' rate", "peak MB", "Llama's"]
-    return markdown_table(head, rows)
-
-
-def share(rate: float | None, limit: float | None) -> str:
-    return f"{rate / limit:.0%}" if rate is not None and limit else ""
-
-
-TABLES = {
-    "peaks": peaks,
-    "parity": parity,
-    "models": models,
-    "scan": bandwidth,
-    "decoding": decoding,
-    "training": training,
-}
+def flat(found: dict, of: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{of}{name} ") if name != STAMP else ()
+        elif isinstance(value, str | int | float) and name != "wall_seconds":
+            yield f"{of}{name}".replace("_", " "), f"{value:,.6g}" if isinstance(value, float) else value

@@ -1,11 +1,10 @@
 """Results as they come: one JSON file, written after every case, so that a killed run goes on where it was.
 
-A result counts while it is of this device and of these sources (`plan.digest`); else its case is run again.
+A result counts while it is of this device and its part of these sources (`plan.digest`); else its case is run again.
 """
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,10 @@ class Store:
         folder: of `NAME`, and of the mark that names the case that runs.
         identity: device and size of the run.
         copy: a folder that gets a copy of the results after every case; None for none.
-        sources: (part, case) → what its sources are known by.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        identity: dict[str, Any],
-        copy: Path | None = None,
-        sources: Callable[[str, str], str] = digest,
-    ):
-        self.folder, self.identity, self.copy, self.sources = folder, identity, copy, sources
+    def __init__(self, folder: Path, identity: dict[str, Any], copy: Path | None = None):
+        self.folder, self.identity, self.copy = folder, identity, copy
         self.running = folder / "gpu_running.json"
         for place in self._places:
             place.mkdir(parents=True, exist_ok=True)
@@ -48,10 +40,10 @@ class Store:
         return self._counting(part, self._read(self.folder / NAME)["parts"].get(part, {}))
 
     def _counting(self, part: str, found: dict[str, Case]) -> dict[str, Case]:
-        return {case: each for case, each in found.items() if each[STAMP] == self._stamp(part, case)}
+        return {case: each for case, each in found.items() if each[STAMP] == self._stamp(part)}
 
-    def _stamp(self, part: str, case: str) -> dict[str, Any]:
-        return self.identity | {"sources": self.sources(part, case)}
+    def _stamp(self, part: str) -> dict[str, Any]:
+        return self.identity | {"sources": digest(part)}
 
     @staticmethod
     def _read(file: Path) -> dict[str, Any]:
@@ -70,7 +62,7 @@ class Store:
 
     def record(self, part: str, case: str, figures: Case) -> None:
         kept = self._read(self.folder / NAME)
-        kept["parts"].setdefault(part, {})[case] = figures | {STAMP: self._stamp(part, case)}
+        kept["parts"].setdefault(part, {})[case] = figures | {STAMP: self._stamp(part)}
         self._write(kept)
         self.running.unlink(missing_ok=True)
 

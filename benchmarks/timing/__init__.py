@@ -9,7 +9,6 @@ import functools
 import gc
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -104,13 +103,6 @@ def peak_megabytes_of(run: Callable[[], Any], device: str = "cpu") -> float:
     before = resident_bytes()
     run()
     return (peak_bytes() - before) / 2**20
-
-
-def megabytes_in_own_process(script: str, **options: Any) -> float:
-    """What a script prints last of `--memory NAME`: `peak_megabytes_of` where nothing else has been in memory."""
-    words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
-    command = [sys.executable, script, *(word for word in words if word != "True")]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def write_results(name: str, figures: dict[str, Any], device: str = "cpu") -> None:

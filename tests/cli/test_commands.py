@@ -106,15 +106,6 @@ def test_generate_without_a_prompt_begins_a_text(checkpoint, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] in (1, 2, 3)
 
 
-def test_generate_refuses_what_cannot(copy, tmp_path, capsys):
-    build("longhorn", "LonghornForSequenceClassification").save_pretrained(tmp_path / "classifier")
-    assert main(["generate", str(tmp_path / "classifier"), "--prompt", "a"]) == 1
-    assert "LonghornForSequenceClassification, which generates no text" in capsys.readouterr().err
-    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-9])
-    assert main(["generate", str(copy), "--prompt", "a"]) == 1
-    assert "model.safetensors is not a complete safetensors file" in capsys.readouterr().err
-
-
 # -- check ------------------------------------------------------------------------------------------------------------
 
 

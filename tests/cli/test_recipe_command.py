@@ -124,33 +124,6 @@ def test_a_misspelt_key_is_said_before_torch_is_loaded():
     assert ran.stderr.startswith(said) and ran.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["recipe", "pretrain_clm", "NOWHERE.yaml"],
-        ["recipe", "evaluate_lm", "--model", "./NOWHERE", "--files", "NOWHERE.txt"],
-        ["run", "NOWHERE.py"],
-        ["generate", "./NOWHERE"],
-        ["check", "NOWHERE"],
-        ["card", "NOWHERE"],
-        ["export", "NOWHERE"],
-        ["convert", "longhorn", "NOWHERE.bin", "OUT"],
-        ["eval", "run", "--model_args", "pretrained=./NOWHERE"],
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_a_missing_file_has_one_exit_code(command, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(command)
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1  # a message is printed, with status 1
-        print(end.code)
-    assert status == 1
-    told = capsys.readouterr()
-    assert "NOWHERE" in told.err + told.out
-
-
 WRONG = [
     ["generate", "./nope", "a"],
     ["generate", "empty", "a"],
@@ -214,13 +187,3 @@ def test_a_recipes_own_keys_and_refusals(capsys):
     assert "sequence_length: int = 1024" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"pretrain_clm\.py: .*nope.* is neither a YAML file"):
         main(["recipe", "pretrain_clm", "nope"])
-
-
-def test_a_page_says_how_to_remove_all():
-    from hf_hybrid_ssm.ops.core import cache_folder
-
-    page = (RECIPES.parent / "docs/command_line.md").read_text(encoding="utf-8").partition("## Removing everything")[2]
-    source = Path(cache_folder.__file__).read_text(encoding="utf-8")
-    for name in ("HF_HYBRID_SSM_CACHE", "XDG_CACHE_HOME", "hf_hybrid_ssm"):
-        assert f'"{name}"' in source and name in page
-    assert "pip uninstall hf-hybrid-ssm" in page

@@ -14,7 +14,6 @@ from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import generate, main
 from hf_hybrid_ssm.cli.errors import TRACEBACK
 from hf_hybrid_ssm.cli.parsing import is_path
-from tests.cli.folders import forked
 from tests.tiny_models import build
 
 
@@ -290,36 +289,6 @@ def test_stopped_by_hand(command, monkeypatch, capsys):
     monkeypatch.setattr(module, "main", stopped)
     assert main([command]) == 130
     assert capsys.readouterr().err.strip() == f"hf-hybrid-ssm {command}: interrupted"
-
-
-STOPPED = """
-import atexit, os, signal, sys
-import torch
-from hf_hybrid_ssm import LonghornForCausalLM
-from hf_hybrid_ssm.cli import main
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-calls = []
-
-def stop_at_the_third(module, given):
-    if isinstance(module, LonghornForCausalLM):
-        calls.append(module)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-torch.nn.modules.module.register_module_forward_pre_hook(stop_at_the_third)
-atexit.register(lambda: print("calls:", len(calls)))
-sys.exit(main(["generate", sys.argv[1], "--prompt", "one", "--max-new-tokens", "50", "--seed", "0"]))
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no signal can be sent so")
-def test_a_signal_ends_it_at_once(checkpoint):
-    """The real one, sent while text is generated."""
-    ran = forked("-c", STOPPED, checkpoint)
-    assert ran.returncode == 130
-    assert "calls: 3" in ran.stdout and ran.stderr.splitlines()[-1] == "hf-hybrid-ssm generate: interrupted"
-    assert "Traceback" not in ran.stderr
 
 
 def test_where_an_error_comes_from_can_be_asked(tmp_path, monkeypatch):

@@ -124,18 +124,6 @@ def test_max_length_is_what_a_prompt_is_cut_to(family, caplog):
     assert found[0][0] == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["longhorn-books", "bst-books", "spade-books", "lmu-isa-books", "llama-books"])
-def test_committed_checkpoints_are_read_in_windows(name):
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.utils import get_rolling_token_windows
-
-    harness = HFLM(pretrained=str(CHECKPOINTS / name), batch_size=1, device="cpu")
-    length = 4096 if name == "llama-books" else 2048  # Llama's configuration has positions
-    assert harness.max_length == length
-    windows = list(get_rolling_token_windows(list(range(10_000)), 0, max_seq_len=harness.max_length, context_len=1))
-    assert max(len(tokens) for tokens, _ in windows) == length
-
-
 def tiny_config(family, tokenizer):
     sizes = {
         "longhorn": {"state_size": 4},

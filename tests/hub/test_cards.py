@@ -40,13 +40,6 @@ def test_committed_cards_are_those_of_the_presets():
     assert committed == preset_cards(), "run python -m tests.reporting cards"
 
 
-def test_no_card_is_of_a_task_or_of_a_size_that_no_paper_has():
-    """The sizes of LMU-ISA, a ladder of twelve, share a card."""
-    names = {path.stem for path in (ROOT / "model_cards").glob("*.md")}
-    assert {"longhorn-1.3b", "bst-200m", "lmu-isa", "spade-lm-wt103", "spade-base++"} < names
-    assert not [name for name in names if "lra" in name or "rule" in name or "deep" in name or "slide" in name]
-
-
 def test_metadata_and_parameters():
     card = ModelCard(model_card(LonghornConfig.preset("125m"), name="longhorn-125m"))
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"

@@ -64,7 +64,9 @@ def main() -> int:
     found = run(options.cases, options.seed, options.only)
     every = [deviation for variants in found.values() for each in variants.values() for deviation in each]
     failures, largest = every.count(None), max(filter(None, every), default=0.0)
-    said = f"{len(every)} cases, {failures} failures, largest deviation of a float32 logit {largest:.1e} of the largest"
+    said = (
+        f"{len(every)} cases, {failures} failures, largest deviation of a float32 logit {largest:.1e} of the largest"
+    )
     if not options.only:
         write(found, f"python -m tests.invariants.run --cases {options.cases} --seed {options.seed}", said)
     print(f"{said}, {time.perf_counter() - start:.0f} s")

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.row_options import causal_conv
@@ -29,20 +27,6 @@ def test_equals_a_padded_convolution(backend):
     expected = F.silu(F.conv1d(padded, inputs["weight"].unsqueeze(1), inputs["bias"], groups=5)).transpose(1, 2)
     torch.testing.assert_close(y, expected)
     assert torch.equal(state, inputs["x"][:, -3:])
-
-
-@settings(max_examples=25, deadline=None)
-@given(cuts=st.sets(st.integers(0, 12)), width=st.integers(1, 6))
-def test_pieces_equal_the_whole(cuts, width):
-    inputs = draw(2, 12, 3, width)
-    x, state = inputs.pop("x"), inputs.pop("initial_state")
-    whole, final = causal_conv(x, **inputs, initial_state=state, return_final_state=True)
-    rows, edges = [], sorted({0, 12, *cuts})
-    for start, end in zip(edges, edges[1:]):  # noqa: RUF007
-        y, state = causal_conv(x[:, start:end], **inputs, initial_state=state, return_final_state=True)
-        rows.append(y)
-    torch.testing.assert_close(torch.cat(rows, 1), whole)
-    torch.testing.assert_close(state, final)
 
 
 def test_half_precision_rounds_once():

@@ -7,10 +7,8 @@ and 16 to 256 states (an hour and a half of a processor). `python -m tests.repor
 
 import ast
 import json
-import re
 import subprocess
 import sys
-import tomllib
 from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.kernel_launches import STATES as ALL_STATES
-from tests.ops.kernel_launches import multiplied_in_32_bits, spills_of
 from tests.reporting import THOROUGH
-from tools.versions import TRITON as VERSIONS
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
@@ -90,31 +86,6 @@ def kernels_of(module):
     return [name for name, kernel in found.items() if kernel.fn.__module__ == module.__name__]
 
 
-def test_spills_are_counted_in_inner_loops_alone():
-    line = "        /*{:04x}*/                   {} ;\n"
-    loop = ["STL [R1], R2", *["FFMA R1, R2, R3, R4"] * 8, "@P0 LDL.64 R2, [R1]", "@P1 BRA `(.L_x_1)"]
-    body = ["STL [R1], R9", *loop, "EXIT", "BRA `(.L_x_2)"]
-    text = "".join(
-        (".L_x_1:\n" if number == 1 else "") + line.format(number, each) for number, each in enumerate(body)
-    )
-    assert spills_of(text) == 2
-
-
-def test_32_bit_products_are_found():
-    text = "%a = tt.splat %x_step : i32 -> tensor<8xi32>\n%b = arith.muli %t, %a : tensor<8xi32>"
-    assert multiplied_in_32_bits(text, tiles=False) and not multiplied_in_32_bits(text, tiles=True)
-    assert multiplied_in_32_bits("%b = arith.muli %first, %x_step : i32", tiles=True)
-    assert not multiplied_in_32_bits("%b = arith.muli %first, %c : i64", tiles=False)
-
-
-def test_versions_are_those_that_are_admitted():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    floor = re.search(r">=([\d.]+)", project["optional-dependencies"]["gpu"][0])[1]
-    assert VERSIONS[0].rsplit(".", 1)[0] == floor and list(VERSIONS) == sorted(VERSIONS)
-    helpers = (ROOT / "src/hf_hybrid_ssm/ops/core/triton_helpers.py").read_text(encoding="utf-8")
-    assert f"LOWEST = ({floor.replace('.', ', ')})" in helpers
-
-
 @pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_launches_have_one_axis(file):
     """It takes 2^31 - 1 programs, the others 65,535: fewer than a long row has tiles, or a large batch rows."""
@@ -128,8 +99,3 @@ def test_launches_have_one_axis(file):
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "grid" in n.name]
     grids += [n.value for function in functions for n in ast.walk(function) if isinstance(n, ast.Return)]
     assert all(not isinstance(grid, ast.Tuple) or len(grid.elts) == 1 for grid in grids)
-
-
-def test_there_are_launches_to_look_at():
-    texts = [file.read_text(encoding="utf-8") for file in LAUNCHERS]
-    assert sum(len(re.findall(r"_kernel\[", text)) for text in texts) >= 12

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.long_conv_costs import cheapest, fft_cost, monarch_cost, toeplitz_cost
+from benchmarks.long_conv_costs import cheapest, fft_cost, toeplitz_cost
 from hf_hybrid_ssm.ops.long_conv import torch_backend
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length
 from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
@@ -198,9 +198,7 @@ def test_the_form_is_that_of_least_cost():
         seconds = [cost(length, taps, **each).seconds() for cost, each in zip((chosen, least), options, strict=True)]
         assert seconds[0] <= 1.15 * seconds[1]  # one number for every length is near enough
     for length in lengths:
-        products, transform, monarch = (cost(length, length) for cost in (toeplitz_cost, fft_cost, monarch_cost))
-        assert monarch.bytes > transform.bytes > products.bytes
-        assert monarch.seconds() > transform.seconds()
+        assert fft_cost(length, length).bytes > toeplitz_cost(length, length).bytes
 
 
 def test_documents_of_unequal_length_are_not_padded(monkeypatch):

@@ -10,7 +10,6 @@ from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.ops import random_cases, sanitize
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler")
-OF_TOKENS = [name for name in random_cases.CASES if name.endswith("_token")]
 TAKES = {torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Deviations that are allowed; of float32, those of `sanitize`."""
 CASES = [

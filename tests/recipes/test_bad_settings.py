@@ -128,11 +128,6 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
-def test_what_is_changed_below_is_not_refused(kind):
-    kind(**GOOD[kind])
-
-
 @pytest.mark.parametrize(("kind", "wrong", "says"), BAD)
 def test_a_wrong_setting_is_named(kind, wrong, says):
     with pytest.raises((ValueError, FileNotFoundError), match=says):

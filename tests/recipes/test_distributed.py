@@ -1,13 +1,9 @@
-"""Two processes equal one: the recipe as under the launcher that `accelerate launch` uses, and FSDP2 for every family.
-
-accelerate makes no FSDP run of one on CPUs, it takes DDP; so FSDP2 is driven directly here, without the Trainer.
-"""
+"""Two processes equal one: the recipe as `accelerate launch` starts it; FSDP2 is in tests/upstream."""
 
 import json
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from safetensors.torch import load_file
 
 from tests.recipes.launching import RECIPES, launched
-from tests.recipes.sharded_training import FAMILIES, train
 
 RECIPE = RECIPES / "pretrain_clm.py"
 PRESETS = RECIPES / "configs/accelerate"
@@ -65,19 +60,6 @@ def steps_of(checkpoint):
     """The loss of each step, as the Trainer logged it."""
     history = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
-
-
-def test_fsdp2_in_two_processes(tmp_path):
-    worker = Path(__file__).with_name("sharded_training.py")
-    launched([sys.executable, worker, tmp_path / "two.pt"], ranks=2)
-    found = torch.load(tmp_path / "two.pt")
-    assert set(found) == set(FAMILIES)
-    for family, (losses, weights) in found.items():
-        alone, expected = train(family)
-        assert losses == pytest.approx(alone, rel=1e-5) and losses[0] != losses[-1]
-        assert weights.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5, msg=f"{family} {key}")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,8 +1,7 @@
 """Each pass over a stream has an order of its own, of the files and of the rows in the buffer: either alone would do
 for a test of the whole."""
 
-import numpy as np
-from _lib.rows import RowStream, shuffled
+from _lib.rows import RowStream
 from datasets import IterableDataset
 
 FILES, DOCUMENTS = 8, 6
@@ -42,9 +41,3 @@ def test_the_buffer_draws_anew_in_each_pass(monkeypatch):
     assert all(sorted(rows) == list(range(FILES * DOCUMENTS)) for rows in found)
     assert len({tuple(rows) for rows in found}) == 3
     assert passes(1, seed=1, shuffle_buffer=16)[0] != found[0] == passes(1, seed=0, shuffle_buffer=16)[0]
-
-
-def test_a_buffer_of_one_draws_nothing():
-    rows = list(range(9))
-    assert list(shuffled(iter(rows), 1, np.random.default_rng(0))) == rows
-    assert list(shuffled(iter(rows), 4, np.random.default_rng(0))) != rows

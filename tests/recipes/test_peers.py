@@ -97,17 +97,6 @@ def test_native_mamba_begins_as_in_mambas_own_code_if_asked():
         assert 1e-3 * 0.999 <= steps.min() < steps.max() <= 0.1 * 1.001
 
 
-@needs_compiler
-def test_the_scan_was_used(monkeypatch):
-    import _lib.peers as peers
-
-    calls, scan = [], peers.selective_scan
-    monkeypatch.setattr(peers, "selective_scan", lambda *given: calls.append(1) or scan(*given))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba_native", **MAMBA))
-    model(torch.tensor([[1, 2, 3]]), use_cache=False)
-    assert len(calls) == MAMBA["num_hidden_layers"]
-
-
 def test_convolved_llama_sees_the_tokens_before_through_its_convolution():
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

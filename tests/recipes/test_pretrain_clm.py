@@ -103,14 +103,6 @@ def test_validation_loss_is_the_mean_over_targets(texts, tmp_path):
     assert others == pytest.approx([first] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("model_type, config", [("llama", {"hidden_size": 16, "intermediate_size": 32})])
-def test_trains_models_of_transformers(texts, tmp_path, model_type, config):
-    config = config | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    results = pretrain(*settings(texts, tmp_path, model_type=model_type, config=config, max_steps=2))
-    assert results["model_type"] == model_type
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.use_cache
-
-
 def test_sliding_window_scores_each_token_once(texts, tmp_path):
     pretrain(*settings(texts, tmp_path, max_steps=1))
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()

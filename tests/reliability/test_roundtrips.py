@@ -175,9 +175,6 @@ def test_saved_and_loaded(variant, name, tmp_path, record_property):
     assert [fault for faults in loads for fault in faults] == []
 
 
-# -- these checks find what they look for ---------------------------------------------------------------------------
-
-
 def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
     """No file holds them, hence a reloaded model would have other ones."""
     model = build("longhorn + window and full attention", "LonghornModel")

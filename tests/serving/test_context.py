@@ -1,6 +1,5 @@
 """Contexts in files: continuing one equals reading the text again, and what does not belong together is refused."""
 
-import copy
 import io
 import json
 import warnings
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
 from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving import load_context, save_context
@@ -105,20 +103,6 @@ def test_after_packed_documents_the_last_one_goes_on(variant, path):
     saved(read(model, ids[:, :13], seq_idx=seq_idx), path, model)
     logits = continued(model, load_context(path, model).past_key_values, ids[:, 13:])
     torch.testing.assert_close(logits, whole(model, ids[:, 5:])[:, -7:], **TOLERANCE)
-
-
-@pytest.mark.parametrize("variant", SOME)
-@pytest.mark.parametrize(("then", "now"), [("torch", None), (None, "torch")])
-def test_on_other_kernels(variant, then, now, path):
-    model = language_model(variant)
-    ids = random_ids(model, 1, 20)
-    with backend(then):
-        cache = read(model, ids[:, :9])
-        continued(model, cache, ids[:, 9:13])
-        saved(cache, path, model)
-    with backend(now):
-        logits = continued(model, load_context(path, model).past_key_values, ids[:, 13:])
-    torch.testing.assert_close(logits, whole(model, ids)[:, 13:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -226,58 +210,6 @@ def other_weights():
 def test_another_model(model, words, book):
     with pytest.raises(ValueError, match=words):
         load_context(book, model())
-
-
-@pytest.mark.parametrize("variant", SOME)
-def test_another_adapter_than_the_one_that_read(variant, path):
-    """Switched off, scaled, or another one: they are all there, and each computes other states."""
-    peft = pytest.importorskip("peft")
-    model = own_language_model(variant)
-    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
-    wrapped = peft.get_peft_model(model, lora, adapter_name="one")
-    wrapped.add_adapter("two", lora)
-    wrapped.eval()
-    ids = random_ids(model, 1, 15)
-    saved(read(model, ids[:, :9]), path, model)
-
-    def check(words=None):
-        if words is None:
-            loaded = load_context(path, model).past_key_values
-            torch.testing.assert_close(continued(model, loaded, ids[:, 9:]), whole(model, ids)[:, 9:], **TOLERANCE)
-            return
-        with pytest.raises(ValueError, match=rf"was read with layers\.0\..*{words}"):
-            load_context(path, model)
-
-    check()
-    with wrapped.disable_adapter():
-        check("disable_adapters=False, this model has .*disable_adapters=True")
-    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
-        layer.scale_layer(2.0)
-    check("scaling=.*this model has .*scaling=")
-    for layer in (module for module in model.modules() if hasattr(module, "scale_layer")):
-        layer.unscale_layer(2.0)
-    check()
-    wrapped.set_adapter("two")
-    check(r"active_adapters=\['one'\], this model has .*active_adapters=\['two'\]")
-    wrapped.set_adapter("one")
-    wrapped.eval()
-    check()
-
-
-@pytest.mark.parametrize("variant", SOME)
-def test_what_is_computed_by_code_without_a_name(variant, path):
-    model = own_language_model(variant)
-    cache = read(model, random_ids(model, 1, 9))
-    saved(cache, path, model)
-    handle = model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: -output)
-    for use in (lambda: save_context(cache, path, model, overwrite=True), lambda: load_context(path, model)):
-        with pytest.raises(ValueError, match=r"a forward hook of model\.layers\.0 may change what the model computes"):
-            use()
-    handle.remove()
-    assert load_context(path, model).num_tokens == 9
-    model.train()
-    with pytest.raises(ValueError, match="was read with training=None, this model has training=all modules"):
-        load_context(path, model)
 
 
 def test_the_same_model_saved_and_loaded_again_is_the_same(book, tmp_path):
@@ -526,12 +458,3 @@ def test_commands_refuse(folder, path, tmp_path, capsys, monkeypatch):
     refused("ends with a token that was read: give a prompt", "generate", folder, "--context", path, "--prompt", "")
     with pytest.raises(SystemExit):
         main(["read", str(folder), "-", "--context", str(path), "--piece", "0"])
-
-
-def test_a_copy_of_a_context_is_one(path):
-    model = language_model("bst block-recurrent")
-    ids = random_ids(model, 1, 18)
-    saved(read(model, ids[:, :11]), path, model)
-    cache = load_context(path, model).past_key_values
-    first = continued(model, copy.deepcopy(cache), ids[:, 11:])
-    torch.testing.assert_close(continued(model, cache, ids[:, 11:]), first, **TOLERANCE)

@@ -130,25 +130,6 @@ def test_any_schedule_gives_each_request_its_own_text(variant):
     assert happened == {"preempted", "steps only", "mixed", "begins and goes on"}
 
 
-@pytest.mark.parametrize("begins", [0, 1])
-@pytest.mark.parametrize("variant", [*FIXED, *SERVED])
-def test_a_request_that_begins_beside_one_that_goes_on_has_a_clean_page(variant, begins):
-    """In one rectangle, on either side: what the page held before is another request's."""
-    model, length = model_of(variant), 4
-    ids, paged = random_ids(model, 2, 2 * length), paged_of(model, 3)
-    goes_on, pages = 1 - begins, torch.tensor([2, 1])
-    columns = torch.arange(length)
-    for row in (0, 1):  # the page of the one that begins still holds its forerunner's text
-        paged.forward(ids[row, :length], columns, Requests([length], [0], pages[[row]]))
-    seen = [length if row == goes_on else 0 for row in (0, 1)]
-    tokens = torch.cat([ids[row, seen[row] : seen[row] + length] for row in (0, 1)])
-    places = torch.cat([columns + seen[0], columns + seen[1]])
-    assert list(paged._rectangles(Requests([length] * 2, seen, pages))) == [[0, 1]]
-    found = paged.forward(tokens, places, Requests([length] * 2, seen, pages)).split(length)
-    torch.testing.assert_close(paged.logits(found[goes_on]), whole(model, ids[[goes_on]])[0, length:], **TOLERANCE)
-    torch.testing.assert_close(paged.logits(found[begins]), whole(model, ids[[begins], :length])[0], **TOLERANCE)
-
-
 @pytest.mark.parametrize("variant", ["longhorn", "bst block-recurrent", "lmu-isa", "spade s4 window"])
 def test_in_bfloat16(variant):
     """Close, as far as bfloat16 goes: pieces round where the whole does not."""
@@ -292,12 +273,3 @@ def test_a_step_makes_no_device_wait(variant, monkeypatch):
 
 def test_a_state_has_its_bytes():
     assert StateSpec(0, "scan", (3, 4), torch.float64).num_bytes == 96
-
-
-@pytest.mark.parametrize("variant", ["spade s4 window", *SERVED])
-def test_profiling_runs_all_tokens(variant):
-    model = model_of(variant)
-    ids = random_ids(model, 1, 16)
-    paged = PagedModel(model, 16, Server)
-    hidden = paged.forward_without_pages(ids[0])
-    torch.testing.assert_close(paged.logits(hidden), whole(model, ids)[0], **TOLERANCE)

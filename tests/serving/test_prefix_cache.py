@@ -162,22 +162,6 @@ def test_changed_weights_read_the_text_anew(way):
     assert check_same(model, ids, cache)[1] == 1
 
 
-def test_adapters_that_are_switched_read_the_text_anew():
-    peft = pytest.importorskip("peft")
-    model, cache = own_language_model("longhorn").double(), PrefixCache()
-    ids = random_ids(model, 1, 15)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False))
-    wrapped.add_adapter("other", peft.LoraConfig(init_lora_weights=False))
-    wrapped.eval()
-    for adapter in ("default", "other"):
-        wrapped.set_adapter(adapter)
-        assert check_same(wrapped, ids, cache)[1] == 15
-    with wrapped.disable_adapter():
-        assert check_same(wrapped, ids, cache)[1] == 15
-    wrapped.set_adapter("default")
-    assert check_same(wrapped, ids, cache)[1] == 1
-
-
 # -- what nothing says of a model, and what only a whole reading gives ------------------------------------------------
 
 
@@ -241,31 +225,12 @@ def test_attention_weights_are_those_of_all_tokens():
         assert weights.shape[-2:] == (9, 9)
 
 
-@pytest.mark.parametrize("variant", SOME)
-def test_a_changed_attribute_reads_the_text_anew(variant):
-    model, cache = in_float64(variant), PrefixCache()
-    ids = random_ids(model, 1, 15)
-    check_same(model, ids, cache)
-    norm = next(module for name, module in model.get_decoder().layers.named_modules() if name.endswith("norm"))
-    norm.eps, before = 1.0, norm.eps
-    assert check_same(model, ids, cache)[1] == 15
-    norm.eps = before
-    assert check_same(model, ids, cache)[1] == 1
-
-
 def test_virtual_tokens_are_refused():
     peft = pytest.importorskip("peft")
     model = own_language_model("longhorn")
     wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="virtual tokens"):
         wrapped.generate(input_ids=random_ids(model, 1, 5), prefix_cache=PrefixCache(), max_new_tokens=2)
-
-
-def test_models_share_a_cache_and_not_their_states():
-    cache = PrefixCache()
-    for variant in SOME:
-        model = in_float64(variant)
-        assert check_same(model, random_ids(model, 1, 9), cache)[1] == 9
 
 
 def storages(cache) -> dict[int, int]:

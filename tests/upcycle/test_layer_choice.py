@@ -115,20 +115,6 @@ def test_groups_of_a_layer_are_windowed_alone():
         torch.testing.assert_close(silenced.hidden_states({2: grouped}), silenced.base)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
-def test_a_replay_takes_any_attention(implementation):
-    """Afterwards the teacher is what it was."""
-    teacher, inputs, mask = other("qwen3"), tokens(2, 24), window_mask(24, 5)
-    model = teacher.model
-    with maskable(teacher), torch.no_grad():
-        wanted = LayerReplay(teacher, inputs).hidden_states({1: mask, 2: mask})
-    model.config._attn_implementation = implementation
-    with maskable(teacher), torch.no_grad():
-        torch.testing.assert_close(LayerReplay(teacher, inputs).hidden_states({1: mask, 2: mask}), wanted)
-    assert model.config._attn_implementation == implementation
-    assert not any(teacher.attention_of(layer)._forward_pre_hooks for layer in teacher.layers)
-
-
 def test_layers_go_one_after_the_other():
     """A score is the difference of what the teacher recalls when windows are put on by hand, those that went included;
     no other layer that was left would have been missed less."""
@@ -148,28 +134,6 @@ def test_layers_go_one_after_the_other():
         assert ranking.scores[least] == pytest.approx(lost[least], abs=1e-5)
         gone.append(least)
     assert ranking.layers == gone[::-1]
-
-
-def test_groups_go_one_after_the_other():
-    """As layers do; `recall_of` puts windows on groups."""
-    teacher = recalling(num_attention_heads=2, num_key_value_heads=2)
-    torch.manual_seed(1)
-    for parameter in teacher.model.parameters():
-        parameter.data += 0.013 * torch.randn_like(parameter)
-    prompts = [replace(prompt, question=1) for prompt in recall_prompts(None, VOCAB, WINDOW, count=2)]
-    ranking = rank_groups_by_recall(teacher, window=WINDOW, prompts=prompts)
-    assert ranking.by == "group_recall" and ranking.layers[0] == (RECALLS, 0) and len(ranking.layers) == 2 * LAYERS
-
-    def recalled(windowed):
-        return recall_of(teacher, prompts, WINDOW, windowed).log_probability
-
-    gone = []
-    while left := [part for part in sorted(ranking.layers) if part not in gone]:
-        lost = {part: recalled(gone) - recalled([*gone, part]) for part in left}
-        gone.append(min(left, key=lost.get))
-        assert ranking.scores[gone[-1]] == pytest.approx(lost[gone[-1]], abs=1e-5)
-    assert ranking.layers == gone[::-1]
-    assert f"group {RECALLS}:0" in str(ranking).splitlines()[2]
 
 
 def test_groups_after_a_text_in_windows_are_those_of_whole_layers():

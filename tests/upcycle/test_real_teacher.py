@@ -21,7 +21,7 @@ AT_MOST = {(0, 512): 1e-4, (512, 1024): 0.035, (1024, 2048): 0.065}
 `lm/books` (`validation.jsonl:test.jsonl`): 0.022 and 0.056. It depends on the text: on the validation books alone it
 is 0.038 and 0.047, on the test books 0.006 and 0.0655, on `lm/se_novels` 0.086 and 0.068."""
 GROUPS = [(18, 2), (7, 2), (23, 0), (8, 0), (21, 2), (22, 1), (17, 1), (20, 1), (3, 2)]
-"""The key/value groups that recall needs most (`benchmarks/kv_groups.py`)."""
+"""The key/value groups that recall needs most (benchmarks/results/kv_groups.json)."""
 NEEDS_TEACHER = pytest.mark.skipif(TEACHER not in os.environ, reason=f"{TEACHER} names no file of SmolLM2")
 DELTA = Path(__file__).parents[2] / "checkpoints/deltas/smollm2-windows-512"
 given = pytest.mark.skipif(
