@@ -144,6 +144,10 @@ def test_versions_that_the_page_of_programs_names_are_those_tested():
         assert pinned[program] == version and (ROOT / test).exists(), program
 
 
+CONFIGURATIONS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
+OF_RECIPES = [path for path in CONFIGURATIONS if path.parent.name != "accelerate"]  # these: test_distributed.py
+
+
 @pytest.mark.parametrize("config", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_figures_that_configurations_name_are_there(config):
     """What was measured by a configuration is committed, and what was not is not named."""

@@ -8,7 +8,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from hf_hybrid_ssm import doctor
-from hf_hybrid_ssm.serving import vllm_plugin
 from hf_hybrid_ssm.tested_versions import TESTED, outside, warn_of_untested_transformers
 from tests import processes
 

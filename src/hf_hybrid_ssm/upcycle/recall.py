@@ -65,7 +65,9 @@ def rank_layers_by_recall(
             positions end before the prompts.
         ValueError: all are to be kept.
     """
-    return _ranking("recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress, kept)
+    return _ranking(
+        "recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress, kept
+    )
 
 
 @torch.inference_mode()
