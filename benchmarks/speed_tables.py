@@ -101,6 +101,28 @@ def weight_only(figures: Figures) -> str:
     return f"{markdown_table(head, rows)}\n{markdown_table(['held-out loss, nats per token', *forms], lost)}"
 
 
+def compiled_decoding(figures: Figures) -> str:
+    """Of a student: a token in each form; the loss; and the attention of one token beside reading what it reads."""
+    rows = []
+    for form, found in figures["tokens"].items():
+        first = found["seconds_of_first_tokens"]
+        times = [value for by_form in found["milliseconds_per_token"].values() for value in by_form.values()]
+        first = first if isinstance(first, list) else [first]
+        rows.append([form, *(f"{value:.1f}" for value in times), " / ".join(f"{value:.0f}" for value in first)])
+    lengths = next(iter(figures["tokens"].values()))["milliseconds_per_token"]
+    head = [f"{name} at {int(length):,}" for length, by_form in lengths.items() for name in by_form]
+    tokens = markdown_table(["ms a token", *head, "s of the first, where nothing is compiled / found on disk"], rows)
+    ratio = lambda found: f"{found['attention'] / found['reading']:.1f}"  # noqa: E731
+    steps = rows_of(figures["attention"], "{bytes:,}", "{attention:,.0f}", "{reading:,.0f}", ratio)
+    step = markdown_table(["attention of one token: slots, dtype", "bytes", "us", "us to read them", "ratio"], steps)
+    losses = [
+        [f"{form}: {found['float32']:.3f}" if form == "float32" else f"{form}: {value - found['float32']:+.4f}"
+         for form, value in found.items() if form != "commit"]
+        for found in figures["loss"].values()
+    ]  # fmt: skip
+    return f"{tokens}\n{step}\nLoss, nats a token: {'; '.join(', '.join(each) for each in losses)}.\n"
+
+
 # -- long texts -------------------------------------------------------------------------------------------------------
 
 

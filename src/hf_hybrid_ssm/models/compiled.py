@@ -39,11 +39,14 @@ def outside_of_modules(guards: Sequence[Any]) -> list[bool]:
     """Which of torch's guards are looked at before each token: on the modules inside of the model, which have tens of
     each, only those on dictionaries, where layers keep what they have computed, on tensors that are the same, and on
     the embeddings and the head, which get another dtype when all get one."""
-    return [_is_kept(guard.guard_type, guard.name.count(INSIDE)) for guard in guards]
+    return [_is_kept(guard) for guard in guards]
 
 
-def _is_kept(kind: str, depth: int) -> bool:
-    return depth <= (2 if kind == "TENSOR_MATCH" else 0) or kind.startswith(("DICT", "SEQUENCE", "DUPLICATE"))
+def _is_kept(guard: Any) -> bool:
+    kind, name = guard.guard_type, guard.name
+    if kind == "SEQUENCE_LENGTH":
+        return INSIDE not in name or isinstance(guard.value, dict) or "dict.keys(" in name
+    return name.count(INSIDE) <= (2 if kind == "TENSOR_MATCH" else 0) or kind.startswith(("DICT", "DUPLICATE"))
 
 
 __all__ = ["compiled_decoding"]
