@@ -178,7 +178,7 @@ def test_a_ranking_that_ends_early_keeps_the_same(rank, kept):
     assert set(early.layers[:kept]) == set(whole.layers[:kept]) and fewer < steps
     assert early.layers[kept:] == whole.layers[kept:] and sorted(early.scores) == sorted(whole.scores)
     assert all(early.scores[part] == whole.scores[part] for part in whole.layers[kept:])
-    with pytest.raises(ValueError, match="^kept=12 must be below 12, the parts that are ranked.$"):
+    with pytest.raises(ValueError, match=r"^kept=12 must be below 12, the parts that are ranked\.$"):
         ranked(kept=12)
 
 
