@@ -165,10 +165,10 @@ def test_a_mixer_is_one_file_and_two_entries_and_a_family_around_it_a_folder(cop
         "from hf_hybrid_ssm.layers.mixers.leaky_average import LeakyAverage\n"
         f"from hf_hybrid_ssm.models.leaky.configuration_leaky import LeakyConfig\n{MODELS}",
     )
-    declaration = DECLARATION.replace("__name__", '"hf_hybrid_ssm.models.leaky"')
-    without_registration = [line for line in declaration.splitlines() if "register_family" not in line]
-    copy.add("models/leaky/family.py", "\n".join(without_registration))
-    copy.add("models/leaky/__init__.py", (copy.package / "models/bst/__init__.py").read_text().replace("bst", "leaky"))
+    without_registration = [line for line in DECLARATION.splitlines() if "register_family" not in line]
+    attached = (copy.package / "models/bst/__init__.py").read_text().partition("FAMILIES = ")
+    lines = [*without_registration, "from hf_hybrid_ssm.lazy import attach", "".join(attached[1:])]
+    copy.add("models/leaky/__init__.py", "\n".join(lines))
     copy.replace("models/families.py", '    "longhorn",\n', '    "longhorn",\n    "leaky",\n')
     copy.run("-c", USE_MIXER)
     copy.runs_without_package("bst", "leaky")

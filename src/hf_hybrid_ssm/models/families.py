@@ -7,7 +7,7 @@ import importlib
 
 from hf_hybrid_ssm.models.family import Family
 
-# the folders of the families beside this file; each declares itself in its `family.py`
+# the folders of the families beside this file; each declares itself in its `__init__.py`
 FOLDERS = (
     "longhorn",
     "bst",

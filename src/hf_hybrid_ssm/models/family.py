@@ -1,4 +1,4 @@
-"""The declaration of a family, in its own folder (`family.py`): all that the rest of the package knows about it.
+"""The declaration of a family, in the `__init__.py` of its folder: all that the rest of the package knows about it.
 
 A declaration names classes and computes nothing, so reading one imports neither torch nor transformers.
 """
