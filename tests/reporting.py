@@ -93,6 +93,11 @@ JOBS = {
     ),
     "build": Job("the wheel and the source distribution in dist/", ("-m hatchling build",), one_thread=False),
     "cards": Job("the model cards of the papers' language models", ("tools/model_cards.py",), one_thread=False),
+    "clean-room": Job(
+        "exported folders in a new environment that lacks the package, lm-eval's own command included",
+        ("-m pytest tests/hub/test_clean_environment.py",),
+        (("HF_HYBRID_SSM_CLEAN_ROOM", "1"),),
+    ),
 }
 
 

@@ -65,6 +65,13 @@ CASES = {
 }
 
 
+def test_every_kernel_of_rows_is_here():
+    assert BLOCKS and set(CASES) == {path.parent.name for path in SOURCES.glob("*/native.c")} - {"linear_scan"} | {
+        "lti_scan",
+        "diagonal_scan",
+    }
+
+
 @pytest.fixture
 def poisoned():
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -289,3 +289,10 @@ def test_refusals(change, error, message):
 def test_native_refuses_float64():
     with pytest.raises(ValueError, match="float64"):
         longhorn_scan(**draw(1, 3, 4, 3), backend="native")
+
+
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+def test_same_bits_every_time(backend):
+    inputs = draw(2, 100, 40, 16)
+    runs = [outputs_and_gradients(inputs, backend, torch.float32) for _ in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])

@@ -1,11 +1,14 @@
 """Second derivatives are right, or an error that says what to do: of every op, autograd function and model."""
 
 import copy
+import importlib
+import pkgutil
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import hf_hybrid_ssm
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
@@ -84,7 +87,7 @@ def test_with_respect_to_one_argument():
 # -- autograd functions -----------------------------------------------------------------------------------------------
 
 NORM = RMSNorm(4)
-# a function of tensors that runs it, and their shapes; those of processes are in tests/distributed
+# those of the package: a function of tensors that runs it, and their shapes; None: of processes, tests/distributed
 FUNCTIONS = {
     "_ChunkedLinearCrossEntropy": OPS["linear_cross_entropy"],
     "_ChunkedLinearKL": OPS["linear_kl_divergence"],
@@ -93,10 +96,30 @@ FUNCTIONS = {
     "_RMSNorm": (lambda x, w: torch.func.functional_call(NORM.to(x.dtype), {"weight": w}, (x,)), [(2, 9, 4), (4,)]),
     "_L2Normalise": (l2_normalise, [(2, 9, 4)]),
     "_Refusal": OPS["linear_cross_entropy"],
+    "_Send": None,
+    "_Receive": None,
+    "_AttachBackward": None,
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def functions_of_the_package() -> set[str]:
+    for module in pkgutil.walk_packages(hf_hybrid_ssm.__path__, "hf_hybrid_ssm."):
+        if not any(part in module.name for part in ("vllm", "triton", "__main__", "lm_eval")):
+            importlib.import_module(module.name)
+    waiting, found = [torch.autograd.Function], set()
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            waiting.append(kind)
+            if kind.__module__.startswith("hf_hybrid_ssm."):
+                found.add(kind.__name__)
+    return found
+
+
+def test_every_autograd_function_is_here():
+    assert functions_of_the_package() == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", [name for name, case in FUNCTIONS.items() if case is not None])
 def test_of_autograd_functions(name):
     """In float64 and with the torch backend, where these run."""
     function, shapes = FUNCTIONS[name]
