@@ -11,7 +11,7 @@ HAS_FILTERS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # 
 
 
 def compiled_decoding(**options: Any) -> CompileConfig:
-    """What `generate` is given to compile the step that writes a token, on a CPU too.
+    """What `generate` is given to compile the step that writes a token, on a CPU too::
 
         model.generate(**inputs, cache_implementation="static", max_cache_len=4096, compile_config=compiled_decoding())
 

@@ -216,8 +216,8 @@ static float exponentials(float *scores, int64_t count, float top) {
     return total;
 }
 
-/* For `heads` heads of a group, of the slots lo .. hi - 1 of a view: out[h] = {y (V), sum, top}, y and sum of weights
- * exp(score - top) times values. scores: (heads, hi - lo + SLOTS), space. */
+/* For `heads` heads of a group, of the slots lo .. hi - 1 of a view: out[h] = {y (V), sum, top}, where y is the sum
+ * of values, weighted by the exponential of score - top. scores: (heads, hi - lo + SLOTS), space. */
 INLINE void attend_some(
     const problem *p, int64_t b, int64_t h0, const view *seen, int64_t lo, int64_t hi, const float *queries,
     float *out, float *scores, const int heads, const int narrow) {
