@@ -74,6 +74,30 @@ def test_weights_that_change_are_used():
     assert len({tuple(text[0].tolist()) for text in texts}) > 2
 
 
+def test_modules_that_change_are_used():
+    """Adapters that are scaled, switched off or merged, hooks, and another module: each is seen by the next call."""
+    peft = pytest.importorskip("peft")
+    model = own_language_model("longhorn", wide=True)
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4, lora_alpha=64)
+    adapted = peft.get_peft_model(model, lora).eval()
+    options = {"cache_implementation": "static", "max_cache_len": 40, "compile_config": traced_only()}
+    norm, tuned = model.model.norm, [module for module in model.modules() if hasattr(module, "scale_layer")]
+    changes = [
+        lambda: None,
+        lambda: [layer.scale_layer(-1.0) for layer in tuned],
+        adapted.base_model.disable_adapter_layers,
+        lambda: norm.register_forward_hook(lambda module, args, output: -output),
+        lambda: setattr(model.model, "norm", torch.nn.Identity()),
+        adapted.base_model.enable_adapter_layers,
+    ]
+    texts = []
+    for change in changes:
+        change()
+        texts.append(written(model, prompts(1, 5), 6, **options))
+        assert torch.equal(texts[-1], written(model, prompts(1, 5), 6)), len(texts)
+    assert len({tuple(text[0].tolist()) for text in texts}) > 3
+
+
 def test_few_guards_look_into_modules():
     """By count, of a step."""
     inside = []

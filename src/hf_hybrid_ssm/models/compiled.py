@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CompileConfig
 
 INSIDE = "._modules["
+OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+"""What PEFT's layers say of themselves."""
 HAS_FILTERS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # torch 2.8
 
 
@@ -20,7 +23,8 @@ def compiled_decoding(**options: Any) -> CompileConfig:
     keeps what it made on disk (TORCHINDUCTOR_CACHE_DIR), so another process only traces the model again.
 
     A step looks at its inputs, the cache, and whether the model trains and in which dtype, not at every module before
-    every token: after a change of modules, hooks or adapters call `torch.compiler.reset()`. Weights may change.
+    every token. Modules, their hooks, adapters and switches are looked at once in each call of `generate`, which
+    compiles anew where they changed. Weights may change.
 
     Args:
         options: of torch's inductor backend, such as `max_autotune=True`.
@@ -33,6 +37,26 @@ def compiled_decoding(**options: Any) -> CompileConfig:
     config = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
     config._compile_all_devices = True  # transformers compiles for accelerators alone
     return config
+
+
+def renew_if_changed(model: nn.Module, config: CompileConfig) -> None:
+    """Have torch forget its programs if modules are not what they were when this model was last compiled with settings
+    that leave guards on modules out."""
+    if (config.options or {}).get("guard_filter_fn") is outside_of_modules:
+        now = [_what_guards_would_see(module) for module in model.modules()]
+        if vars(model).get("_compiled_modules", now) != now:
+            torch.compiler.reset()
+        vars(model)["_compiled_modules"] = now
+
+
+def _what_guards_would_see(module: nn.Module) -> tuple[Any, ...]:
+    """The module itself, its code and hooks, and what switches it: of a layer of PEFT its adapters too."""
+    own = vars(module)
+    switches = [(name, value) for name, value in own.items() if isinstance(value, bool | float | str)]
+    is_adapted = not callable(getattr(module, "active_adapters", print))  # transformers' models have a method so named
+    adapters = [repr(getattr(module, name, None)) for name in OF_ADAPTERS] if is_adapted else None
+    hooks = tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+    return id(module), type(module), own.get("forward"), hooks, switches, adapters
 
 
 def outside_of_modules(guards: Sequence[Any]) -> list[bool]:

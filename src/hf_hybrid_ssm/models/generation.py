@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Cache, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import Cache, CompileConfig, GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache import fit_cache, has_forgotten, let_assistant_forget
+from hf_hybrid_ssm.models.compiled import renew_if_changed
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.outputs import CACHE, OLD, by_both_cache_names, take_cache, with_both_names
 
@@ -103,6 +104,12 @@ class HybridGenerationMixin(_Mixed):
             return with_both_names(super().generate(*args, **kwargs | ({} if cache is None else {CACHE: cache})))
         finally:
             _CALL.reset(token)
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Any:
+        """As in transformers; after a change of modules that torch was told not to look at, compiled anew."""
+        if compile_config is not None:
+            renew_if_changed(self, compile_config)
+        return super().get_compiled_call(compile_config)
 
     @by_both_cache_names
     def prepare_inputs_for_generation(

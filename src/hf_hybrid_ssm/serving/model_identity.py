@@ -20,14 +20,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.hub.fingerprint import bytes_of, fingerprint_of
+from hf_hybrid_ssm.models.compiled import OF_ADAPTERS
 
 # parts of the names of what changes neither a state nor what follows from it
 WITHOUT_EFFECT = (
     *("dropout", "_token_id", "use_cache", "use_linear_cross_entropy", "initializer_range"),
     *("gradient_checkpointing", "name_or_path", "all_tied_weights_keys", "is_packed"),
 )
-# what PEFT's layers say of themselves
-OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 # whose hooks move and record tensors, or compute from parameters and buffers alone
 KNOWN_CODE = ("accelerate", "peft", "torch", "transformers")
 OF_STUDENTS = "hf_hybrid_ssm.students.memory"  # whose hooks bring a memory what it reads, as the configuration says
