@@ -10,7 +10,7 @@ from _lib.documents import train_tokenizer
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, HELD_OUT, KINDS
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import answers_of, kinds_table
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import Asked, RealText, pieces_of, real_texts
-from tests.students.teachers import student, teacher, tokens
+from tests.students.teachers import SIZES, TEACHERS, student, teacher, tokens
 
 WINDOW, LENGTH = 64, 400
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -100,17 +100,18 @@ def test_what_cannot_be_asked_is_refused(tokenizer, files, tmp_path):
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_an_answer_is_right_if_every_token_is_the_first_choice(windowed):
-    """Read once for all questions, it is what the whole text gives."""
-    model = student("llama", "constant") if windowed else teacher("llama")
+@pytest.mark.parametrize("name", TEACHERS)
+def test_an_answer_is_right_if_every_token_is_the_first_choice(name, windowed):
+    """Read once for all questions, short and long ones, it is what the whole text gives; every teacher's cache can."""
+    model = student(name, "constant") if windowed else teacher(name)
     shared, asked = tokens(1, 24), []
     for number in range(6):
-        ids = tokens(1, 4, seed=number + 1)
+        ids = tokens(1, 3 + number % 4, seed=number + 1)
         for _ in range(3):
             whole = torch.cat([shared, ids], 1)
             ids = torch.cat([ids, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], 1)
         if number % 3 == 1:
-            ids[0, -2] = (ids[0, -2] + 1) % 97  # one token of three
+            ids[0, -2] = (ids[0, -2] + 1) % SIZES["vocab_size"]  # one token of three
         asked.append(Asked("date" if number < 4 else "place", ids, ids[0, -3:]))
     assert answers_of(model, [RealText(shared, tuple(asked))]) == {"date": "1011", "place": "01"}
 

@@ -32,7 +32,8 @@ class LayerRanking:
         by: "recall", "group_recall", "kl" or "sensitivity".
         layers: all of them, most needed first; by "group_recall" all groups, as (layer, group).
         scores: of each, in nats: what is lost without its reach when those behind it in the order have none either
-            (recall), won with it alone (kl), or lost without its attention alone (sensitivity).
+            (recall; of those that a ranking which ended early left: when those that went have none), won with it
+            alone (kl), or lost without its attention alone (sensitivity).
         window: tokens that a windowed layer sees before its own; None: the ranking has no windows.
         teacher: what the teacher itself recalls, of texts read in windows up to the question; None: nobody asked.
     """

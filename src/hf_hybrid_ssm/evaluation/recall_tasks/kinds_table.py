@@ -22,7 +22,7 @@ def answers_of(model: Any, texts: Sequence[RealText], progress: Callable[[Any], 
     found: Answers = {}
     for text in texts if progress is None else progress(texts):
         read = model(text.shared.to(model.device), use_cache=True, logits_to_keep=1)[CACHE]
-        read.batch_repeat_interleave(len(text.asked))
+        read.reorder_cache(torch.zeros(len(text.asked), dtype=torch.int64, device=model.device))  # a row a question
         rows = pad_sequence([asked.ids[0] for asked in text.asked], batch_first=True)
         most = rows.shape[1] - min(asked.ids.shape[1] - len(asked.answer) for asked in text.asked) + 1
         choices = model(rows.to(model.device), logits_to_keep=most, **{CACHE: read}).logits.argmax(-1).cpu()
