@@ -143,6 +143,15 @@ RARER: dict[str, tuple[str, dict]] = {
         "spade",
         {**SPADE, "adaptive_cutoffs": [20, 40], "adaptive_factor": 2, "scale_embedding": True},
     ),
+    "student with several context states": (
+        STUDENTS,
+        of_student(
+            {**WINDOW, "memory": "context"},
+            {"attention": "full"},
+            WINDOW,
+            memory={"context_variant": "mf", "num_context_states": 3, "ssm_state_size": 4},
+        ),
+    ),
 }
 # each family once, for what is slow
 FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4 trained", "encoder-decoder"]

@@ -33,28 +33,6 @@ def refused(capsys, *arguments, status=1):
 
 # -- folders ----------------------------------------------------------------------------------------------------------
 
-FIELDS = {
-    "hidden_size": "wide",
-    "num_hidden_layers": 2.5,
-    "layer_types": 3,
-    "architectures": 3,
-    "dtype": "float99",
-    "id2label": {"a": "b"},
-    "rope_parameters": "x",
-    "model_type": ["longhorn"],
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_wrong_type_in_the_configuration(field, copy, capsys):
-    saved = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(saved | {field: FIELDS[field]}))
-    before = sorted(path.name for path in copy.iterdir())
-    commands = (["generate", copy, "--prompt", "a"], ["check", copy], ["card", copy], ["export", copy], ["plan", copy])
-    for arguments in commands:
-        assert "config.json" in refused(capsys, *arguments)
-    assert sorted(path.name for path in copy.iterdir()) == before
-
 
 def test_sizes_that_no_memory_has(copy, capsys):
     saved = json.loads((copy / "config.json").read_text())

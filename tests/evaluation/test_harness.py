@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 from _lib.documents import train_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import evaluate
 from tests import processes
+from tests.tiny_models import config_of
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 ROWS = [{"question": "one two", "choices": [" three", " apple"], "label": 0}] * 3
@@ -77,13 +78,13 @@ def test_own_tasks_do_not_read_all_of_lm_evals(folder, monkeypatch):
     assert asked == [False, False, True]
 
 
-@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa", "hybrid_student"])
+@pytest.mark.parametrize("family", ["longhorn", "spade s4 window", "bst sh s4d", "lmu-isa", "student: first tokens"])
 def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = train_tokenizer(["one two three apple"], 300)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, tokenizer)).eval()
+    model = AutoModelForCausalLM.from_config(config_of(family, vocab_size=len(tokenizer))).eval()
     texts = [
         ("one", " two"),
         ("one two three", " apple"),
@@ -99,14 +100,14 @@ def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
     assert len({round(score, 3) for score in scores[0]}) == len(texts)
 
 
-@pytest.mark.parametrize("family", ["longhorn", "bst"])
+@pytest.mark.parametrize("family", ["longhorn", "bst sh s4d"])
 def test_max_length_is_what_a_prompt_is_cut_to(family, caplog):
     """By default lm-eval's own, as no configuration names a limit; given, prompts beyond it are read whole."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = train_tokenizer(["one two three apple"], 300)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, tokenizer)).eval()
+    model = AutoModelForCausalLM.from_config(config_of(family, vocab_size=len(tokenizer))).eval()
     prompt = "one two three" * 800
     ids = torch.tensor([tokenizer(prompt + " apple")["input_ids"]])
     end = len(tokenizer(" apple")["input_ids"])
@@ -122,21 +123,6 @@ def test_max_length_is_what_a_prompt_is_cut_to(family, caplog):
             found = harness.loglikelihood([Instance("loglikelihood", {}, (prompt, " apple"), 0)], disable_tqdm=True)
         assert ("Truncating" in caplog.text) == (given is None)
     assert found[0][0] == pytest.approx(expected, abs=1e-3)
-
-
-def tiny_config(family, tokenizer):
-    sizes = {
-        "longhorn": {"state_size": 4},
-        "spade": {"num_attention_heads": 2, "intermediate_size": 16, "sliding_window": 5, "ssm_state_size": 4},
-        "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "sliding_window": 4},
-        "lmu_isa": {"lmu_order": 6, "lmu_theta": 8.0, "post_intermediate_size": 16, "num_attention_heads": 2},
-        "hybrid_student": {"num_attention_heads": 2, "intermediate_size": 16},
-    }
-    window = {"attention": "window", "window": 4, "sink": "first_token"}
-    sizes["hybrid_student"] |= {"teacher_type": "llama", "student": {"layers": [window]}}
-    special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
-    fields = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": len(tokenizer)} | special | sizes[family]
-    return AutoConfig.for_model(family, **fields)
 
 
 def test_command_line_registers_the_families(folder):

@@ -1,7 +1,7 @@
 """Saving what was loaded from a folder that carries its code, in each way that transformers has.
 
-    python saving_again.py save SOURCE TARGET [SOURCE TARGET ...]    as somebody who lacks the package
-    python saving_again.py load FOLDER [FOLDER ...]                  whatever was saved can be loaded
+    python saving_again.py save SOURCE TARGET          as somebody who lacks the package
+    python saving_again.py load FOLDER [FOLDER ...]    whatever was saved can be loaded
 
 Next to a saved folder lies what its model answers (`FOLDER.answers`).
 """
@@ -137,8 +137,7 @@ def check_loading(folder: Path) -> None:
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "save":
-        for place, goal in zip(arguments[::2], arguments[1::2], strict=True):
-            save_in_every_way(Path(place), Path(goal))
+        save_in_every_way(*map(Path, arguments))
     else:
         for argument in arguments:
             check_loading(Path(argument))

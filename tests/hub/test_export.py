@@ -48,6 +48,15 @@ def names():
     return {family.model_type: family.config.removesuffix("Config") for family in FAMILIES}
 
 
+def run_elsewhere(root, *arguments):
+    """What Python prints that has only what is installed on its path, and modules of other folders below `root`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
+    ran = processes.run([sys.executable, *arguments], env=environment, cwd=root)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    return ran.stdout
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Every family, saved with its code, and what a process without the package made of it."""
@@ -55,11 +64,7 @@ def folders(tmp_path_factory):
     for model_type, variant in VARIANTS.items():
         model = student_model(variant) if variant in EVERY_STUDENT else build(variant, class_of(model_type))
         model.save_pretrained(root / model_type, export_code=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, SCRIPT, *(root / model_type for model_type in VARIANTS)]
-    ran = processes.run(command, env=environment, cwd=root)
-    assert ran.returncode == 0, ran.stderr
+    run_elsewhere(root, SCRIPT, *(root / model_type for model_type in VARIANTS))
     return root
 
 
@@ -164,3 +169,29 @@ def test_code_of_an_older_version_is_replaced(saved):
     export_code(saved)
     assert (saved / name).read_text() == code_of("longhorn")[name]
     assert check_folder(saved)["code"] == len(code_of("longhorn"))
+
+
+BASE = """
+import sys
+sys.modules["hf_hybrid_ssm"] = None
+from transformers import AutoModel
+for folder in sys.argv[1:]:
+    model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not report["missing_keys"], report
+    model.save_pretrained(folder + "-again")
+    for each in (model, AutoModel.from_pretrained(folder + "-again", trust_remote_code=True)):
+        print(type(each).__name__, type(each).__module__.startswith("transformers_modules"))
+"""
+BASES = {
+    "SpadeForCausalLM": "SpadeModel",
+    "SpadeForTokenClassification": "SpadeEncoderModel",
+    "SpadeSeq2SeqForSequenceClassification": "SpadeSeq2SeqEncoderModel",
+}
+
+
+def test_the_base_of_an_exported_checkpoint_is_what_the_folder_holds(tmp_path):
+    for name in BASES:
+        variant = "encoder-decoder" if "Seq2Seq" in name else "spade s4 window"
+        build(variant, name).save_pretrained(tmp_path / name, export_code=True)
+    printed = run_elsewhere(tmp_path, "-c", BASE, *(tmp_path / name for name in BASES))
+    assert printed.splitlines() == [f"{base} True" for base in BASES.values() for _ in range(2)]

@@ -1,48 +1,33 @@
 """A folder that everybody could load is such a folder still after somebody has loaded and saved it."""
 
 import json
-import os
-import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.hub.export import auto_map_of, code_of
-from tests import processes
 from tests.hub import saving_again
 from tests.hub.saving_again import ONLY_CONFIGURATION, check_loading, save_in_every_way, saved_folders
-from tests.hub.test_export import VARIANTS, class_of
+from tests.hub.test_export import VARIANTS, class_of, run_elsewhere
 from tests.tiny_models import build
 
 FAMILIES = ("longhorn", "spade_seq2seq")  # one file of models, and two; test_export.py has all families
 EVERY = pytest.mark.parametrize("model_type", FAMILIES)
 
 
-def run_without_package(root, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = processes.run([sys.executable, saving_again.__file__, *arguments], env=environment, cwd=root)
-    assert ran.returncode == 0, ran.stderr[-6000:]
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Exported, saved again without the package, and from there once more with and without it."""
     root = tmp_path_factory.mktemp("again")
-    exported = []
     for model_type in FAMILIES:
-        exported.append(root / model_type / "exported")
-        build(VARIANTS[model_type], class_of(model_type)).save_pretrained(exported[-1], export_code=True)
-    first = [folder.parent / "without" for folder in exported]
-    run_without_package(root, "save", *(path for pair in zip(exported, first, strict=True) for path in pair))
-    second = [folder.parent / "without, without" for folder in exported]
-    run_without_package(
-        root, "save", *(path for source, goal in zip(first, second, strict=True) for path in (source / "model", goal))
-    )
-    for folder in exported:
-        save_in_every_way(folder, folder.parent / "with")
-        save_in_every_way(folder.parent / "without/model", folder.parent / "without, with")
+        folder = root / model_type
+        build(VARIANTS[model_type], class_of(model_type)).save_pretrained(folder / "exported", export_code=True)
+        without = ((folder / "exported", folder / "without"), (folder / "without/model", folder / "without, without"))
+        for source, target in without:
+            run_elsewhere(root, saving_again.__file__, "save", source, target)
+        save_in_every_way(folder / "exported", folder / "with")
+        save_in_every_way(folder / "without/model", folder / "without, with")
     return root
 
 
@@ -62,7 +47,7 @@ def test_everything_saved_is_loaded_by_those_who_lack_the_package(root):
     targets = [root / model_type / order for model_type in FAMILIES for order in ORDERS]
     folders = [folder for target in targets for folder in saved_folders(target)]
     distinct = {read_by_loading(folder): folder for folder in folders}
-    run_without_package(root, "load", *distinct.values())
+    run_elsewhere(root, saving_again.__file__, "load", *distinct.values())
 
 
 @EVERY

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_hybrid_ssm.models.cache import fit_cache
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.students.initial import init_memories, student_of
 from hf_hybrid_ssm.students.initial_projections import score_factors
@@ -278,57 +276,6 @@ def test_a_memory_that_cannot_start_from_attention_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             init_memories(student_of(own, window=WINDOW, memory="longhorn", **plan), own)
-
-
-@pytest.fixture(scope="module", params=["beside", "instead", "sh", "mf"])
-def model(request):
-    own, kind = teacher("qwen3"), request.param
-    if kind in CONTEXT:
-        return opened(student_of(own, keep=[1], window=WINDOW, memory="context", ssm_state_size=4, **CONTEXT[kind]))
-    return opened(student_of(own, keep=[1, (2, 0)], window=WINDOW, memory="longhorn", instead=kind == "instead"))
-
-
-def close(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-def test_every_way_to_read_a_text_gives_the_same(model):
-    ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
-    with torch.no_grad():
-        wanted, logits = model(ids).logits, []
-        output = model(ids[:, :7], use_cache=True)
-        logits.append(output.logits)
-        for begin, end in ((7, 16), *((i, i + 1) for i in range(16, LENGTH))):
-            logits.append(model(ids[:, begin:end], cache=output.cache).logits)
-        close(torch.cat(logits, 1), wanted)
-        mask[0, :9] = 0
-        close(model(ids, attention_mask=mask).logits[:1, 9:], model(ids[:1, 9:]).logits)
-        documents = torch.tensor([[0] * 10 + [1] * 14])
-        alone = torch.cat([model(ids[:1, :10]).logits, model(ids[:1, 10:]).logits], 1)
-        close(model(ids[:1], seq_idx=documents).logits, alone)
-        cache = DynamicCache(config=model.config)
-        fit_cache(cache, model.config)
-        cache.activate_past_recording()
-        model(ids[:, :12], cache=cache)
-        model(torch.cat([ids[:, 12:15], tokens(2, 8, seed=2)], 1), cache=cache)
-        cache.crop(-8)
-        close(model(ids[:, 15:], cache=cache).logits, wanted[:, 15:])
-
-
-def test_generation_saving_and_training(model, tmp_path):
-    ids, options = tokens(2, 12), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = model.generate(ids, use_cache=False, **options)
-    assert torch.equal(model.generate(ids, **options), wanted)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **options), wanted)
-    beams = model.generate(ids, num_beams=3, use_cache=False, **options)
-    assert torch.equal(model.generate(ids, num_beams=3, **options), beams)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    loaded.train().gradient_checkpointing_enable()
-    loaded(ids, labels=ids).loss.backward()
-    silent = [name for name, each in loaded.named_parameters() if each.grad is None or not each.grad.abs().sum()]
-    assert not silent
 
 
 def test_until_it_is_trained_a_memory_beside_a_window_is_closed():

@@ -122,30 +122,7 @@ def test_a_sink_is_the_mean_first_key_not_yet_turned(name):
         torch.testing.assert_close(module.sink.key * scale, keys[0])
 
 
-def test_a_sink_that_costs_too_much_gives_way_to_the_first_token():
-    model, ids = student_of(teacher("llama"), window=WINDOW), tokens(2, 60)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sink.key.fill_(30.0)
-    choice = choose_sink(model, ids)
-    assert choice.sink == "first_token" and choice.constant > choice.first_token + 0.02
-    assert "do not hold" in str(choice) and "over 106 tokens" in str(choice)
-    assert not [name for name, _ in model.named_parameters() if "sink" in name]
-    assert {layer.sink for layer in model.config.plan.layers} == {"first_token"}
-    wanted = student_of(teacher("llama"), window=WINDOW, sink="first_token")
-    assert torch.equal(model(ids).logits, wanted(ids).logits)
-
-
-def test_a_sink_that_is_the_first_token_holds():
-    model = student_of(teacher("llama"), window=WINDOW)
-    before = model(tokens(2, 60)).logits
-    choice = choose_sink(model, tokens(2, 60), most=100.0)
-    assert choice.sink == "constant" and "hold (" in str(choice)
-    assert torch.equal(model(tokens(2, 60)).logits, before)
+def test_a_text_must_be_longer_than_the_window():
+    """What the choice of a sink does is tested with whole students (`tests/upcycle/test_sinks.py`)."""
     with pytest.raises(ValueError, match="more than 7 tokens are needed"):
-        choose_sink(model, tokens(2, 7))
-
-
-def test_first_tokens_without_a_tokenizer_are_drawn_from_the_vocabulary():
-    assert sorted(first_token_ids(90)[:, 0].tolist()) == list(range(90))
-    assert first_token_ids(1000).shape == (256, 1) and torch.equal(first_token_ids(1000), first_token_ids(1000))
+        choose_sink(student_of(teacher("llama"), window=WINDOW), tokens(2, 7))

@@ -195,12 +195,6 @@ def test_the_same_weights_in_another_file_are_the_same_teacher(teachers, tmp_pat
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=tmp_path / "folder"), student)
 
 
-def test_a_teacher_for_what_is_no_delta_is_refused(teachers, tmp_path):
-    student_of(teachers["folder"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"teacher='x' is for a delta, and .* is none"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, teacher="x")
-
-
 def test_options_of_loading(teachers, tmp_path):
     student = student_of(teachers["folder"])
     save_delta(student, tmp_path, teachers["folder"])

@@ -23,7 +23,7 @@ from hf_hybrid_ssm.upcycle import (
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_sensitivity, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
-from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, rank_layers_by_recall, recall_of
+from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_by_recall, recall_of
 from hf_hybrid_ssm.upcycle.windowed_teacher import (
     LayerReplay,
     maskable,
@@ -125,7 +125,7 @@ def test_layers_go_one_after_the_other():
     prompts = [
         replace(prompt, question=1) for prompt in recall_prompts(None, VOCAB, WINDOW, count=2)
     ]  # all is replayed
-    ranking = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts)
+    ranking = rank_by_recall(teacher, window=WINDOW, prompts=prompts)
     gone = []
     while left := [layer for layer in range(LAYERS) if layer not in gone]:
         before = recall_of(teacher, prompts, WINDOW, gone).log_probability
@@ -139,8 +139,8 @@ def test_layers_go_one_after_the_other():
 def test_groups_after_a_text_in_windows_are_those_of_whole_layers():
     """All groups of a layer windowed are the layer windowed, where the start of the prompt is read in windows too."""
     teacher = recalling(num_attention_heads=2, num_key_value_heads=2)
-    assert rank_groups_by_recall(teacher, window=WINDOW).layers[0] == (RECALLS, 0)
-    assert rank_layers_by_recall(teacher, window=WINDOW).layers[0] == RECALLS
+    assert rank_by_recall(teacher, WINDOW, of_groups=True).layers[0] == (RECALLS, 0)
+    assert rank_by_recall(teacher, window=WINDOW).layers[0] == RECALLS
 
 
 def test_many_layers_go_by_thirds(monkeypatch):
@@ -153,14 +153,14 @@ def test_many_layers_go_by_thirds(monkeypatch):
 
     monkeypatch.setattr(recall, "_lost", lost)
     teacher = recalling(num_hidden_layers=12)
-    ranking = rank_layers_by_recall(teacher, window=WINDOW)
+    ranking = rank_by_recall(teacher, window=WINDOW)
     assert asked == [12, 8, 7, 6, 5, 4, 3, 2, 1]
     assert ranking.layers == [10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("rank", [rank_layers_by_recall, rank_groups_by_recall])
+@pytest.mark.parametrize("of_groups", [False, True])
 @pytest.mark.parametrize("kept", [1, 3, 7, 10, 11])
-def test_a_ranking_that_ends_early_keeps_the_same(rank, kept):
+def test_a_ranking_that_ends_early_keeps_the_same(of_groups, kept):
     """Also where it ends within a third; in fewer turns, and with a score of every part."""
     teacher, bars = recalling(num_hidden_layers=12), []
     torch.manual_seed(1)
@@ -170,7 +170,8 @@ def test_a_ranking_that_ends_early_keeps_the_same(rank, kept):
 
     def ranked(**options):
         bars.clear()
-        ranking = rank(teacher, WINDOW, prompts, progress=lambda steps: bars.append(len(steps)) or steps, **options)
+        options |= {"progress": lambda steps: bars.append(len(steps)) or steps, "of_groups": of_groups}
+        ranking = rank_by_recall(teacher, WINDOW, prompts, **options)
         return ranking, bars[-1]
 
     whole, steps = ranked()
@@ -182,8 +183,8 @@ def test_a_ranking_that_ends_early_keeps_the_same(rank, kept):
         ranked(kept=12)
 
 
-@pytest.mark.parametrize("rank", [rank_layers_by_recall, rank_groups_by_recall])
-def test_progress_is_shown_to_the_end_of_a_ranking(rank):
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_progress_is_shown_to_the_end_of_a_ranking(of_groups):
     """Two bars: the prompts as they are read, and as they are tried once for each turn; both come to their end."""
     bars = []
 
@@ -195,10 +196,11 @@ def test_progress_is_shown_to_the_end_of_a_ranking(rank):
         bars[-1][2] = True
 
     prompts = recall_prompts(None, VOCAB, WINDOW, count=2)
-    ranking = rank(recalling(), window=WINDOW, prompts=prompts, progress=progress)
+    given = {"window": WINDOW, "prompts": prompts, "of_groups": of_groups}
+    ranking = rank_by_recall(recalling(), progress=progress, **given)
     forwards = sum(1 + left for left in range(1, LAYERS + 1))  # one key/value group a layer, one at a time
     assert bars == [[2, 2, True], [2 * forwards, 2 * forwards, True]]
-    assert ranking == rank(recalling(), window=WINDOW, prompts=prompts)
+    assert ranking == rank_by_recall(recalling(), **given)
 
 
 @EVERY
@@ -236,13 +238,13 @@ def test_layers_that_see_all_tokens_are_ranked(name, monkeypatch):
     teacher, texts = other(name), [tokens(1, 20)]
     prompts = recall_prompts(None, SIZES["vocab_size"], 8, windows=3, count=1)
     rankings = [
-        rank_layers_by_recall(teacher, 8, prompts),
+        rank_by_recall(teacher, 8, prompts),
         rank_layers_by_kl(teacher, texts, 8),
         rank_layers_by_sensitivity(teacher, texts),
     ]
     for ranking in rankings:
         assert sorted(ranking.layers) == sorted(ranking.scores) == teacher.layers
-    groups = rank_groups_by_recall(teacher, 8, prompts).layers
+    groups = rank_by_recall(teacher, 8, prompts, of_groups=True).layers
     assert sorted(groups) == [(layer, group) for layer in teacher.layers for group in range(2)]
     student, _ = upcycle(teacher, LayerChoice(groups[:1], "group_recall", window=8))
     kept = [(index, group) for index, layer in enumerate(student.config.plan.layers) for group in layer.groups]
@@ -252,7 +254,7 @@ def test_layers_that_see_all_tokens_are_ranked(name, monkeypatch):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_recall_needs_the_layer_that_was_made_for_it(seed):
     teacher = recalling()
-    ranking = rank_layers_by_recall(teacher, window=WINDOW, seed=seed)
+    ranking = rank_by_recall(teacher, window=WINDOW, seed=seed)
     assert ranking.layers[0] == RECALLS and ranking.teacher.right > 0.9
     assert ranking.scores[RECALLS] > 1
     assert max(abs(score) for layer, score in ranking.scores.items() if layer != RECALLS) < 1e-3
@@ -349,7 +351,7 @@ def test_without_texts_the_teacher_writes_them():
 
 def test_a_ranking_is_the_same_for_the_same_seed():
     teacher = recalling()
-    assert rank_layers_by_recall(teacher, window=WINDOW) == rank_layers_by_recall(teacher, window=WINDOW)
+    assert rank_by_recall(teacher, window=WINDOW) == rank_by_recall(teacher, window=WINDOW)
     texts = [text_of(teacher, 2, 40, seed) for seed in (0, 0, 1)]
     assert texts[0].equal(texts[1]) and not texts[0].equal(texts[2])
     assert texts[0].shape == (2, 40)
@@ -357,9 +359,9 @@ def test_a_ranking_is_the_same_for_the_same_seed():
 
 def test_a_teacher_without_recall_is_told_so():
     with pytest.raises(ValueError, match=r'the teacher recalls .*% of the tokens.*Choose by "kl"'):
-        rank_layers_by_recall(other(), window=8)
+        rank_by_recall(other(), window=8)
     with pytest.raises(NoRecallError, match="ranking is noise"):
-        rank_groups_by_recall(other(), window=8)
+        rank_by_recall(other(), 8, of_groups=True)
     with pytest.raises(NoRecallError, match="ranking is noise"):
         choose_layers(other(), Keep(2, "recall", window=8))
     assert choose_layers(other(), Keep(2, "even")).layers == [1, 3]
@@ -437,7 +439,7 @@ def test_texts_that_a_window_shows_whole_are_refused():
 
 def test_prompts_are_within_the_positions_of_the_teacher():
     with pytest.raises(NoRecallError, match=r"window=1000 makes prompts of 7064 tokens.*max_position_embeddings=1024"):
-        rank_layers_by_recall(recalling(), window=1000)
+        rank_by_recall(recalling(), window=1000)
 
 
 @pytest.mark.parametrize(("window", "windows"), [(32, 8), (400, 3), (8, 2)])
@@ -464,7 +466,7 @@ def test_prompts_of_sentences_share_their_texts(window, windows, monkeypatch):
     monkeypatch.setattr(recall.ReadText, "in_windows", lambda *given: read.append(0) or in_windows(*given))
     monkeypatch.setattr(recall, "ENOUGH", 0.0)
     short = [replace(prompt, input_ids=prompt.input_ids % SIZES["vocab_size"]) for prompt in prompts]
-    assert sorted(rank_layers_by_recall(teacher, window, short).layers) == teacher.layers and len(read) == 2
+    assert sorted(rank_by_recall(teacher, window, short).layers) == teacher.layers and len(read) == 2
 
 
 def test_facts_are_bounded_by_the_vocabulary():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from gguf import GGUFReader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.hub import downloads
 from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, loading, upcycle
@@ -69,76 +69,50 @@ def test_dtypes(folder, gguf):
     torch.testing.assert_close(half.state_dict(), whole.half().state_dict(), rtol=0, atol=0)
 
 
-def refused(tmp_path, kind):
-    """A source, and what is said of it."""
-    path = tmp_path / "teacher.gguf"
-    match kind:
-        case "no file":
-            return path, FileNotFoundError, "there is no such file"
-        case "no folder":
-            return tmp_path / "none", FileNotFoundError, "there is no such folder or file"
-        case "a folder that is not here":
-            return f"{tmp_path}/a/b", FileNotFoundError, "there is no such folder or file"
-        case "another file":
-            path.write_bytes(b"PK\x03\x04")
-            return path, ValueError, "no GGUF file"
-        case "a model file":
-            save_teacher(tmp_path / "folder")
-            return tmp_path / "folder" / "model.safetensors", ValueError, "no GGUF file"
-        case "cut off":
-            data = write_gguf(path).read_bytes()
-            path.write_bytes(data[: len(data) // 2])
-            return path, ValueError, "is not a complete GGUF file"
-        case "cut off in its head":
-            path.write_bytes(write_gguf(path).read_bytes()[:100])
-            return path, ValueError, "is not a complete GGUF file"
-        case "another architecture":
-            return (
-                write_gguf(path, architecture="gpt2"),
-                ValueError,
-                "is of the architecture 'gpt2', and GGUF files of",
-            )
-        case "scaled positions":
-            more = {"llama.rope.scaling.type": "yarn"}
-            return write_gguf(path, keys=more), ValueError, r"rotary positions \(llama.rope.scaling.type='yarn'\)"
-        case "a folder of GGUF files":
-            write_gguf(path)
-            return tmp_path, FileNotFoundError, "give one of its GGUF files, such as .*teacher.gguf"
-        case "an adapter":
-            (tmp_path / "adapter_config.json").write_text("{}")
-            return tmp_path, FileNotFoundError, "it is an adapter; merge it"
-        case "no tokenizer":
-            teacher_and_tokenizer()[0].save_pretrained(tmp_path)
-            return tmp_path, ValueError, "has no tokenizer"
-        case "incomplete weights":
-            weights = save_teacher(tmp_path) / "model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:-100])
-            return tmp_path, ValueError, "not a complete safetensors file"
-        case "a student":
-            upcycle(Teacher(teacher_and_tokenizer()[0]), Keep([1], window=4))[0].save_pretrained(tmp_path)
-            return tmp_path, ValueError, "model_type='hybrid_student' .*Take another"
-        case "no rotary positions":
-            GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
-            return tmp_path, ValueError, "model_type='gpt2' cannot be a teacher: .*not rotary.*Take another"
-        case "several parts":
-            save_teacher(tmp_path)
-            (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
-            return tmp_path, ValueError, "model_type='gemma3' cannot be a teacher: it is of several parts"
-        case "no path":
-            return None, TypeError, "teacher must be a path or a name on the Hub, not NoneType"
-    raise AssertionError(kind)
+def written(folder, content):
+    (folder / "teacher.gguf").write_bytes(content)
+    return folder / "teacher.gguf"
 
 
-KINDS = (
-    "no file", "no folder", "a folder that is not here", "another file", "a model file", "cut off",
-    "cut off in its head", "another architecture", "scaled positions", "a folder of GGUF files", "an adapter",
-    "no tokenizer", "incomplete weights", "a student", "no rotary positions", "several parts", "no path",
-)  # fmt: skip
+def adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def incomplete(folder):
+    weights = save_teacher(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+def student(folder):
+    upcycle(Teacher(teacher_and_tokenizer()[0]), Keep([1], window=4))[0].save_pretrained(folder)
+    return folder
+
+
+KINDS = {
+    "no folder": (lambda folder: folder / "none", FileNotFoundError, "there is no such folder or file"),
+    "not here": (lambda folder: f"{folder}/a/b", FileNotFoundError, "there is no such folder or file"),
+    "another file": (lambda folder: written(folder, b"PK\x03\x04"), ValueError, "no GGUF file"),
+    "a model file": (lambda folder: save_teacher(folder) / "model.safetensors", ValueError, "no GGUF file"),
+    "GGUF files": (
+        lambda folder: written(folder, b"").parent,
+        FileNotFoundError,
+        "one of its GGUF files, such as ",
+    ),
+    "an adapter": (adapter, FileNotFoundError, "it is an adapter; merge it"),
+    "incomplete weights": (incomplete, ValueError, "not a complete safetensors file"),
+    "a student": (student, ValueError, "model_type='hybrid_student' .*Take another"),
+    "no path": (lambda _: None, TypeError, "teacher must be a path or a name on the Hub, not NoneType"),
+}
+"""A source, and what is said of it; GGUF files have their own (`tests/hub/test_gguf.py`), and what is refused by its
+configuration is in `tests/cli/test_upcycle.py`."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_teacher_is_refused_in_one_line(kind, tmp_path):
-    source, error, message = refused(tmp_path, kind)
+    make, error, message = KINDS[kind]
+    source = make(tmp_path)
     with pytest.raises(error, match=message) as found:
         load_teacher(source)
     assert "\n" not in str(found.value)

@@ -151,6 +151,3 @@ def test_configurations_are_refused_without_weights():
     with pytest.raises(ValueError, match=r"quantization_config \(fp8\) of the teacher .*dequantize"):
         check_config(quantized)
     check_config(LlamaConfig(**SIZES, quantization_config={"quant_method": "gguf"}))  # plain, once it is loaded
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    with pytest.raises(ValueError, match="rope_type='dynamic' turns keys by the length of the text"):
-        check_config(LlamaConfig(**SIZES, rope_parameters=rope))

@@ -82,6 +82,7 @@ def test_a_sink_is_made_of_what_texts_begin_with():
         assert first_token_ids(90, tokenizer).tolist() == [[BEGIN]]
     for tokenizer in (WritingTokenizer(), None):
         assert sorted(first_token_ids(90, tokenizer)[:, 0].tolist()) == list(range(90))
+    assert first_token_ids(1000).shape == (256, 1) and torch.equal(first_token_ids(1000), first_token_ids(1000))
 
 
 @pytest.mark.parametrize("tokenizer", [BeginningTokenizer(), ConversingTokenizer()])
@@ -103,6 +104,11 @@ def test_a_sink_that_does_not_hold_gives_way(given, sink):
     """Without a tokenizer a constant sink is the mean of tokens at random, of which no text begins with one here."""
     teacher = Teacher(resting_teacher(), given)
     student, report = upcycle(teacher, Keep([1], window=REACH), text=text_of(teacher, 8, 60))
+    losses = (
+        f"({report.sink.constant:.3f} nats a token, {report.sink.first_token:.3f} with the first token itself, over "
+    )
+    assert losses in str(report.sink) and report.sink.tokens == 8 * (60 - REACH - 2)
+    assert (report.sink.constant > report.sink.first_token + 0.02) == (sink == "first_token")
     assert report.sink.sink == sink and {layer.sink for layer in student.config.plan.layers} == {None, sink}
     assert bool(constant_sinks(student)) == (sink == "constant") and str(report.sink) in str(report)
     assert bool([name for name in report.new if ".sink." in name]) == (sink == "constant")

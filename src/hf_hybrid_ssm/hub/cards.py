@@ -122,7 +122,7 @@ def model_card(
         layers=_layers(kinds), fields=_fields(config), results=results, dataset=dataset, recipe=recipe,
         trained=trained, exported=exported, has_weights=has_weights, auto=auto_class_of(table), delta=delta,
         figures=_figures(results), tables=[] if results is None else tables_of(results), teacher=teacher,
-        license=license, base_model=base_model, **_of_plan(config),
+        license=license, base_model=base_model,
     )  # fmt: skip
     return f"{card}\n"
 
@@ -163,19 +163,6 @@ def _paper_of(family: Family, config: Any) -> CardText | None:
         return family.card
     memories = [PAPER_OF_MEMORY[layer.memory] for layer in config.plan.layers if layer.memory is not None]
     return family_of(memories[0]).card if memories else None
-
-
-def _of_plan(config: Any) -> dict[str, Any]:
-    """Windows and full layers of a student; of other models that they are none."""
-    layers = config.plan.layers if hasattr(config, "plan") else ()
-    windows = [layer for layer in layers if layer.is_windowed]
-    return {
-        "is_student": bool(layers),
-        "windows": windows,
-        "sizes": " or ".join(f"{size:,}" for size in sorted({layer.window for layer in windows})),
-        "sinks": {layer.sink for layer in windows},
-        "has_full": any(layer.attention == "full" or layer.groups for layer in layers),
-    }
 
 
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:

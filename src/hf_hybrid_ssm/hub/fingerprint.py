@@ -6,15 +6,15 @@ from collections.abc import Mapping
 import torch
 
 
-def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and values, in the order of the names.
+def fingerprint_of(tensors: Mapping[str, torch.Tensor], header: str = "") -> str:
+    """SHA-256 over a header, and names, dtypes, shapes and values, in the order of the names.
 
     It reads all of them: some seconds for each 10 GB, and a copy of one tensor at a time where they are on a device.
 
     Raises:
         ValueError: one is on the meta device (offloaded, or never loaded).
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(header.encode())
     for name, tensor in sorted(tensors.items()):
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device, where it has no values to compare: load the model whole.")

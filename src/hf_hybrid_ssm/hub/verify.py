@@ -187,7 +187,9 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     carried = _of_teacher(config) if is_delta(folder) else set()
     if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried):
         raise ValueError(f"{folder}: no weight file holds {few(missing)}, which {architecture} needs.")
-    if foreign := sorted(name for name in saved.keys() - expected.keys() if not _is_ignored(model, name)):
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    foreign = saved.keys() - expected.keys()
+    if foreign := sorted(name for name in foreign if not any(pattern.search(name) for pattern in ignored)):
         raise ValueError(f"{file_of[foreign[0]]} holds {few(foreign)}, which {architecture} does not have.")
     for name in sorted(expected.keys() & saved.keys()):
         (shape, dtype), wanted = saved[name], expected[name]
@@ -210,10 +212,6 @@ def _of_teacher(config: Any) -> set[str]:
 
 def _tied(model: PreTrainedModel) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def _is_ignored(model: PreTrainedModel, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def check_generation(folder: Path) -> None:

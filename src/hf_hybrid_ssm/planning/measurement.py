@@ -6,7 +6,7 @@ in training, so every configuration that can be built can be planned.
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,12 @@ class SavedBytes:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        hooks = [module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True) for module in self._checkpoints]
-        hooks.append(self._base.register_forward_hook(self._base_is_done))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for module in self._checkpoints:
+                hooks.enter_context(module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
+            hooks.enter_context(self._base.register_forward_hook(self._base_is_done))
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            yield
 
     @property
     def total(self) -> int:
@@ -232,10 +230,9 @@ def _saved_by_blocks(
 ) -> Iterator[int]:
     """Bytes that each layer keeps for its backward: the difference between the totals after and before it."""
     saved, sizes = SavedBytes(model), []
-    hooks = [block.register_forward_pre_hook(lambda *_: sizes.append(-saved.total)) for block in blocks]
-    hooks += [block.register_forward_hook(lambda *_: sizes.append(saved.total)) for block in blocks]
-    with saved.recording(), _autocast(setup):
+    with saved.recording(), _autocast(setup), ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(lambda *_: sizes.append(-saved.total)))
+            hooks.enter_context(block.register_forward_hook(lambda *_: sizes.append(saved.total)))
         model(**inputs)
-    for hook in hooks:
-        hook.remove()
     return (before + after for before, after in zip(sizes[::2], sizes[1::2]))

@@ -9,7 +9,6 @@ digest covers header and tensors. Anybody can compute it: it guards against dama
 the file.
 """
 
-import hashlib
 import json
 import os
 import warnings
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, DynamicCache
 
-from hf_hybrid_ssm.hub.fingerprint import bytes_of
+from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
@@ -251,12 +250,8 @@ def _refuse_difference(path: Path, then: dict[str, Any], now: dict[str, Any]) ->
 
 
 def _digest(header: dict[str, Any], tensors: States) -> str:
-    """Of everything that the file says, in whatever order: its header, and names, dtypes, shapes and values."""
-    digest = hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n".encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()
+    """Of everything that the file says, in whatever order."""
+    return fingerprint_of(tensors, f"{json.dumps(header, sort_keys=True)}\n")
 
 
 def _write(path: Path, tensors: States, metadata: dict[str, str]) -> int:

@@ -29,6 +29,7 @@ from vllm.v1.attention.backends.linear_attn import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from hf_hybrid_ssm.hub.one_line import few
 from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
 from hf_hybrid_ssm.serving.state_layout import FullAttention
 from hf_hybrid_ssm.serving.vllm_attention import VllmAttention
@@ -186,9 +187,6 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
             own[name].copy_(tensor)
             loaded.add(name)
         if missing := sorted(own.keys() - loaded - set(self.inner.all_tied_weights_keys)):
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ValueError(
-                f"the checkpoint lacks {', '.join(missing[:3])}{more}, which {type(self.inner).__name__} needs."
-            )
+            raise ValueError(f"the checkpoint lacks {few(missing)}, which {type(self.inner).__name__} needs.")
         self.inner.clear_kernel_caches()
         return {f"inner.{name}" for name in own}

@@ -1,5 +1,6 @@
 """What a norm multiplies the channels of its input by, whatever its weights are: some multiply by 1 + weight."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,17 +45,12 @@ def input_gains(model: Any, layers: dict[int, Any]) -> dict[int, torch.Tensor]:
 
         return see
 
-    hooks = [norm.register_forward_hook(remember) for norm in norms]
-    hooks += [
-        module.register_forward_pre_hook(look(index), with_kwargs=True, prepend=True)
-        for index, module in layers.items()
-    ]
-    training = model.training
-    model.eval()
-    try:
-        model.base_model(input_ids=one, use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as after:
+        for norm in norms:
+            after.enter_context(norm.register_forward_hook(remember))
+        for index, module in layers.items():
+            hook = module.register_forward_pre_hook(look(index), with_kwargs=True, prepend=True)
+            after.enter_context(hook)
+        after.callback(model.train, model.training)
+        model.eval().base_model(input_ids=one, use_cache=False)
     return gains

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ UNDERSTOOD = {
     "is_causal",
     "output_attentions",
 }
-UNDERSTOOD |= set(TransformersKwargs.__annotations__)
+UNDERSTOOD |= {"output_attentions", *TransformersKwargs.__annotations__}
 
 
 @dataclass(frozen=True)
@@ -88,27 +87,18 @@ def attention_layers(config: PreTrainedConfig, model_type: str | None = None) ->
     plain.dtype = None  # a string once a model was saved, which some layers do not read
     for name in ("student", "quantization_config"):
         plain.__dict__.pop(name, None)
-    return _look(_Teacher(kind, plain))
+    key = kind, plain.to_json_string(use_diff=False)
+    if key not in _FOUND:
+        _FOUND[key] = _look(kind, plain)
+    return _FOUND[key]
 
 
-class _Teacher:
-    """A configuration, equal to others of the same values."""
-
-    def __init__(self, model_type: str, config: PreTrainedConfig):
-        self.model_type, self.config = model_type, config
-        self.key = (model_type, config.to_json_string(use_diff=False))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Teacher) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+_FOUND: dict[tuple[str, str], dict[int, AttentionLayer]] = {}  # by model type and configuration
 
 
-@lru_cache(maxsize=32)
-def _look(teacher: _Teacher) -> dict[int, AttentionLayer]:
-    config, model_class = copy.deepcopy(teacher.config), class_of(teacher.model_type)
-    refused = f"model_type={teacher.model_type!r} cannot be a teacher: "
+def _look(model_type: str, config: Any) -> dict[int, AttentionLayer]:
+    model_class = class_of(model_type)
+    refused = f"model_type={model_type!r} cannot be a teacher: "
     if reason := _why_not(config, model_class):
         raise ValueError(f"{refused}{reason}. {ADVICE}")
     config._attn_implementation = LOOKED_AT

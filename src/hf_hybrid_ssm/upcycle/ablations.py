@@ -4,7 +4,7 @@ A student that has windows beside a memory may ignore the memory, and neither it
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,25 +33,24 @@ def without_part(student: Any, part: str) -> Iterator[None]:
     """
     if part not in PARTS:
         raise ValueError(f"part={part!r} must be one of {', '.join(map(repr, PARTS))}.")
-    hooks: list[Any] = []
+    silenced = []
     for layer in attention_layers(student.config, student.config.teacher_type).values():
         module = student.base_model.get_submodule(layer.name)
         if part == "memory" and (memory := getattr(module, "memory", None)) is not None:
-            output = memory.o_proj if isinstance(memory, ContextMemory) else memory.out_proj
-            hooks.append(output.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)))
-        if part == "attention" and not isinstance(module, MemoryInstead):  # before a memory's output is added
-            hooks.append(module.register_forward_hook(_silent, prepend=True))
-    if not hooks:
+            silenced.append(memory.o_proj if isinstance(memory, ContextMemory) else memory.out_proj)
+        if part == "attention" and not isinstance(module, MemoryInstead):
+            silenced.append(module)
+    if not silenced:
         raise ValueError(f"part={part!r}: no layer of this student has it.")
-    try:
+    with ExitStack() as hooks:
+        for module in silenced:  # of attention before a memory's output is added
+            hooks.enter_context(module.register_forward_hook(silent, prepend=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _silent(module: Any, inputs: Any, output: Any) -> Any:
-    return (torch.zeros_like(output[0]), *output[1:])
+def silent(module: Any, inputs: Any, output: Any) -> Any:
+    """A forward hook: the module adds nothing."""
+    return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
 
 def zero_memory(cache: Cache) -> None:

@@ -13,7 +13,7 @@ from hf_hybrid_ssm.upcycle import divergence, recall
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_sensitivity, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, name_of, number_kept
 from hf_hybrid_ssm.upcycle.probe_prompts import WINDOWS, recall_prompts
-from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_groups_by_recall, rank_layers_by_recall, recall_of
+from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_by_recall, recall_of
 from hf_hybrid_ssm.upcycle.teacher import Teacher, layers_of
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class Keep:
     Args:
         parts: how many layers (int), which share (float), or a list of layers, or of key/value groups as
             (layer, group). Layers that have windows in the teacher, or no attention, are not counted.
-        by: how a count or share is chosen: "recall" (`rank_layers_by_recall`), "group_recall"
-            (`rank_groups_by_recall`; `parts` is then a count or share of key/value groups), "kl"
+        by: how a count or share is chosen: "recall" (`rank_by_recall`), "group_recall"
+            (the same of key/value groups; `parts` is then a count or share of them), "kl"
             (`rank_layers_by_kl`), "sensitivity" (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by
             recall, evenly spaced with a warning if the teacher does not recall. A list needs none.
         window: W, the tokens that a token sees before its own where the teacher's sees all.
@@ -151,12 +151,12 @@ def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None, is_tried: b
     if by == "group_recall":
         if count == len(layers) * teacher.groups:
             return LayerChoice(parts, by)
-        return _by_recall(teacher, count, keep.window, progress, is_tried, rank_groups_by_recall)
+        return _by_recall(teacher, count, keep.window, progress, is_tried, of_groups=True)
     if by == "even" or count in (0, len(layers)):
         return LayerChoice(parts, "even")
     if by in (None, "recall"):
         try:
-            return _by_recall(teacher, count, keep.window, progress, is_tried, rank_layers_by_recall)
+            return _by_recall(teacher, count, keep.window, progress, is_tried)
         except NoRecallError as error:
             if by is not None:
                 raise
@@ -177,12 +177,12 @@ def _by_recall(
     window: int,
     progress: Progress | None,
     is_tried: bool,
-    rank: Callable[..., LayerRanking],
+    of_groups: bool = False,
 ) -> LayerChoice:
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
     short = min(window, recall.PROBE_WINDOW, most)
-    ranking = rank(teacher, short, progress=progress, kept=count)
+    ranking = rank_by_recall(teacher, short, progress=progress, kept=count, of_groups=of_groups)
     layers = sorted(ranking.layers[:count])
     if not is_tried:
         return LayerChoice(layers, ranking.by, ranking)

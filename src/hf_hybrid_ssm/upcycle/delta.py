@@ -75,15 +75,14 @@ def save_delta(
         weights = teacher.model.state_dict()
     else:
         weights = weights_as_saved(source)
-    own = {
-        name: value.detach().cpu() for name, value in _untied(student).items() if not _is_same(value, weights, name)
-    }
-    if not student.state_dict().keys() & weights.keys() - own.keys():
-        raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
+    tensors, tied = student.state_dict(), getattr(student, "all_tied_weights_keys", None) or {}
     own = {
         name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).detach().cpu().contiguous()
-        for name, value in own.items()
+        for name, value in tensors.items()
+        if name not in tied and not _is_same(value, weights, name)
     }
+    if not tensors.keys() & weights.keys() - own.keys():
+        raise ValueError(f"teacher={str(source)!r} has no tensor that the student still has: save the student whole.")
     if wrong := [name for name, value in own.items() if not value.isfinite().all()]:
         raise ValueError(f"{wrong[0]} of the student holds NaN or infinite numbers: nothing is written.")
     is_on_hub = not Path(source).exists()
@@ -103,11 +102,6 @@ def save_delta(
     save_file(own, where / DELTA_WEIGHTS, metadata={"format": "pt"})
     delta.write(where)
     return delta
-
-
-def _untied(student: PreTrainedModel) -> dict[str, torch.Tensor]:
-    tied = getattr(student, "all_tied_weights_keys", None) or {}
-    return {name: value for name, value in student.state_dict().items() if name not in tied}
 
 
 def _is_same(value: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.evaluation.teacher_scored import continuation
+from hf_hybrid_ssm.upcycle.ablations import silent
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask
@@ -81,16 +82,10 @@ def rank_layers_by_sensitivity(
         ids = [text.to(model.device) for text in texts]
         return sum(model(text, labels=text, use_cache=False).loss.item() for text in ids) / len(ids)
 
-    def silent(module: Any, args: Any, output: Any) -> Any:
-        return (torch.zeros_like(output[0]), *output[1:])
-
     whole, rises, layers = loss(), {}, teacher.layers
     for layer in layers if progress is None else progress(layers):
-        hook = teacher.attention_of(layer).register_forward_hook(silent)
-        try:
+        with teacher.attention_of(layer).register_forward_hook(silent):
             rises[layer] = loss() - whole
-        finally:
-            hook.remove()
     return ranking_of(rises, "sensitivity")
 
 

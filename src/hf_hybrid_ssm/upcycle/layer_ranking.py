@@ -71,8 +71,6 @@ def number_kept(keep: float, count: int, parts: str = "layers") -> int:
     Raises:
         ValueError: there are fewer, or the share is none.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int | float):
-        raise TypeError(f"keep={keep!r} must be a count (int), a share (float) or a list of layers.")
     if isinstance(keep, int):
         if not 0 <= keep <= count:
             raise ValueError(f"keep={keep} must be a count between 0 and {count}, the teacher's {parts}.")

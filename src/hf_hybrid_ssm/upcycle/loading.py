@@ -174,11 +174,6 @@ def _loaded(source: Any, dtype: torch.dtype | None, options: dict[str, Any], wit
     return tokenizer, files.load_model(dtype, **others), files
 
 
-def load_tokenizer(path_or_name: str | os.PathLike) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that need not be one that can be upcycled."""
-    return open_teacher(path_or_name).load_tokenizer()
-
-
 def _check_has_model(path: Path) -> None:
     if os.path.lexists(path / "config.json"):
         return

@@ -1,7 +1,7 @@
 """What a student learns from its teacher: the output of each attention, and the next token's distribution."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,17 +28,13 @@ def _attention_records(teacher: Any, names: dict[int, str]) -> Iterator[dict[int
 
         return before, after
 
-    hooks = []
-    for index, name in names.items():
-        before, after = hooks_of(index)
-        layer, attention = (teacher.base_model.get_submodule(each) for each in (name.rpartition(".")[0], name))
-        hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(attention.register_forward_hook(after))
-    try:
+    with ExitStack() as hooks:
+        for index, name in names.items():
+            before, after = hooks_of(index)
+            layer, attention = (teacher.base_model.get_submodule(each) for each in (name.rpartition(".")[0], name))
+            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(attention.register_forward_hook(after))
         yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Aligned(nn.Module):
@@ -55,19 +51,15 @@ class _Aligned(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hooks = [
-            self.attention.register_forward_pre_hook(_detached, with_kwargs=True, prepend=True),
-            self.attention.register_forward_hook(self._keep),
-        ]
         layer: Any = self.layer
+        detached = self.attention.register_forward_pre_hook(_detached, with_kwargs=True, prepend=True)
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
         layer.gradient_checkpointing = False  # what is kept lies inside
         try:
-            layer(self.given, *args, **kwargs)
+            with detached, self.attention.register_forward_hook(self._keep):
+                layer(self.given, *args, **kwargs)
         finally:
             layer.gradient_checkpointing = is_checkpointed
-            for hook in hooks:
-                hook.remove()
         return hidden_states
 
     def _keep(self, module: Any, args: Any, output: Any) -> None:
@@ -185,11 +177,8 @@ def distillation_loss(
 def _last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
     """What the base model of a causal language model returns while it runs, (B, L, d) each."""
     outputs: list[torch.Tensor] = []
-    hook = model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    try:
+    with model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output[0])):
         yield outputs
-    finally:
-        hook.remove()
 
 
 _LOGITS_ARE_PLAIN: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

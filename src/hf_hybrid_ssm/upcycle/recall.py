@@ -10,7 +10,7 @@ layers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ TOGETHER = 256
 ENOUGH = 0.5
 """Share of the tokens that a teacher must recall before its layers are ranked by it."""
 Progress = Callable[[Sequence[Any]], Any]
-Part = TypeVar("Part", bound=LayerOrGroup)
 
 
 class NoRecallError(ValueError):
@@ -38,15 +37,17 @@ class NoRecallError(ValueError):
 
 
 @torch.inference_mode()
-def rank_layers_by_recall(
+def rank_by_recall(
     teacher: Teacher,
     window: int = PROBE_WINDOW,
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     kept: int = 0,
+    of_groups: bool = False,
 ) -> LayerRanking:
-    """The layers of a teacher that see all tokens by what recall loses without their reach.
+    """The layers of a teacher that see all tokens by what recall loses without their reach; or single key/value
+    groups, as (layer, group): not all groups of a layer recall, so that fewer of them keep as much.
 
     A windowed layer sees `window` tokens before its own, and the first token. All layers reach at first; then those
     that recall misses least get windows, a third of those left at a time by every second prompt, from ten on one at a
@@ -59,64 +60,21 @@ def rank_layers_by_recall(
         progress: wraps two sequences, as `tqdm` does: the prompts as they are read, and the forwards of their ends.
         kept: the ranking ends when so many are left, which are then ordered by what is lost without each of them
             alone. The fewer have to go, the less time it takes.
+        of_groups: groups are ranked, which takes as many times longer as a layer has groups.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
             positions end before the prompts.
         ValueError: all are to be kept.
     """
-    return _ranking(
-        "recall", teacher, window, _prompts(teacher, window, prompts, seed), teacher.layers, progress, kept
-    )
-
-
-@torch.inference_mode()
-def rank_groups_by_recall(
-    teacher: Teacher,
-    window: int = PROBE_WINDOW,
-    prompts: Sequence[RecallPrompt] | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-    kept: int = 0,
-) -> LayerRanking:
-    """As `rank_layers_by_recall`, of single key/value groups: (layer, group), those that recall needs most first.
-
-    Not all groups of a layer recall, so that fewer of them keep as much. It takes as many times longer as a layer has
-    groups. Arguments and errors are the same.
-    """
-    parts = [(layer, group) for layer in teacher.layers for group in range(teacher.groups)]
-    return _ranking("group_recall", teacher, window, _prompts(teacher, window, prompts, seed), parts, progress, kept)
-
-
-def _prompts(
-    teacher: Teacher, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
-) -> Sequence[RecallPrompt]:
-    """The prompts of a ranking, which the teacher has positions for."""
-    if prompts is None:
-        prompts = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, window, seed=seed)
-    longest, most = max(prompt.input_ids.shape[1] for prompt in prompts), teacher.config.max_position_embeddings
-    if longest > most:
-        raise NoRecallError(
-            f"window={window} makes prompts of {longest} tokens, but the teacher has max_position_embeddings={most}: "
-            "give a shorter window."
-        )
-    return prompts
-
-
-def _ranking(
-    by: str,
-    teacher: Teacher,
-    window: int,
-    prompts: Sequence[RecallPrompt],
-    parts: Sequence[Part],
-    progress: Progress | None,
-    kept: int,
-) -> LayerRanking:
-    """Layers, or groups of layers, most needed first; and what is lost with each when its turn comes."""
+    prompts = _prompts(teacher, window, prompts, seed)
+    parts: list[Any] = teacher.layers
+    if of_groups:
+        parts = [(layer, group) for layer in parts for group in range(teacher.groups)]
     if not 0 <= kept < len(parts):
         raise ValueError(f"kept={kept} must be below {len(parts)}, the parts that are ranked.")
-    order: list[Part] = []
-    scores: dict[Part, float] = {}
+    order: list[LayerOrGroup] = []
+    scores: dict[LayerOrGroup, float] = {}
     wrapped: Any = progress or list
     with maskable(teacher):
         texts: dict[tuple[int, ...], ReadText] = {}
@@ -141,7 +99,22 @@ def _ranking(
             left = [part for part in left if part in least[leave:]]
         order += sorted(left, key=lambda part: (scores[part], -parts.index(part)))
         next(steps, None)  # a progress bar closes at the end of its sequence
-    return LayerRanking(by, order[::-1], scores, window, own)
+    return LayerRanking("group_recall" if of_groups else "recall", order[::-1], scores, window, own)
+
+
+def _prompts(
+    teacher: Teacher, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
+) -> Sequence[RecallPrompt]:
+    """The prompts of a ranking, which the teacher has positions for."""
+    if prompts is None:
+        prompts = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, window, seed=seed)
+    longest, most = max(prompt.input_ids.shape[1] for prompt in prompts), teacher.config.max_position_embeddings
+    if longest > most:
+        raise NoRecallError(
+            f"window={window} makes prompts of {longest} tokens, but the teacher has max_position_embeddings={most}: "
+            "give a shorter window."
+        )
+    return prompts
 
 
 def _score(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> RecallScore:
@@ -187,7 +160,7 @@ class _Ending:
         self._teacher = teacher
         self._windowed: Sequence[LayerOrGroup] = ()
         self._of_groups: dict[frozenset[int], torch.Tensor] = {}
-        self._answers = prompt.positions.to(device) - 1 - first, _recalled(prompt).to(device)
+        self._answers = prompt.positions.to(device) - 1 - first, ids[0, prompt.positions.to(device)]
 
     @property
     def own(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,10 +194,10 @@ class _Ending:
 
 
 def _lost(
-    steps: Iterator[Any], endings: Sequence[_Ending], parts: Sequence[Part], windowed: Sequence[Part]
-) -> dict[Part, float]:
+    steps: Iterator[Any], endings: Sequence[_Ending], parts: Sequence[LayerOrGroup], windowed: Sequence[LayerOrGroup]
+) -> dict[LayerOrGroup, float]:
     """What the mean log-probability loses when a part gets a window as others have already; a step a forward."""
-    lost: dict[Part, list[torch.Tensor]] = {part: [] for part in parts}
+    lost: dict[LayerOrGroup, list[torch.Tensor]] = {part: [] for part in parts}
     for ending in endings:
         next(steps)
         whole = ending.compare_with(windowed)
@@ -283,11 +256,6 @@ def _masks(
             made[key] = windowed_groups(mask, key, teacher.config.num_attention_heads, teacher.groups, others)
         masks[layer] = made[key]
     return masks
-
-
-def _recalled(prompt: RecallPrompt) -> torch.Tensor:
-    """The tokens to recall, (N,)."""
-    return prompt.input_ids[0, prompt.positions]
 
 
 def _log_probabilities(

@@ -5,7 +5,7 @@ attention rests on the first token, and loses far more without it than what lies
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -74,15 +74,13 @@ class ReadText(DynamicCache):
     @classmethod
     def in_windows(cls, teacher: Teacher, input_ids: torch.Tensor, window: int) -> "ReadText":
         """What a teacher leaves that reads a text (B, S) with windows in all layers; within `maskable`."""
-        cache, windowed = _InWindows(teacher.layers, window), []
-        for index in teacher.layers:
-            windowed.append(teacher.attention_of(index).register_forward_pre_hook(cache.mask, with_kwargs=True))
-        try:
+        cache = _InWindows(teacher.layers, window)
+        with ExitStack() as hooks:
+            for index in teacher.layers:
+                attention = teacher.attention_of(index)
+                hooks.enter_context(attention.register_forward_pre_hook(cache.mask, with_kwargs=True))
             for piece in input_ids.split(PIECE, 1):
                 teacher.model.base_model(input_ids=piece, use_cache=True, **{CACHE: cache})
-        finally:
-            for hook in windowed:
-                hook.remove()
         past = cls()
         past.layers = cache.layers
         return past
@@ -137,7 +135,7 @@ class LayerReplay:
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._inputs: list[torch.Tensor] = []
         self._masks: Mapping[int, torch.Tensor] = {}
-        base, last = teacher.model.base_model, self._layers[-1]
+        base = teacher.model.base_model
 
         def remember(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -153,15 +151,14 @@ class LayerReplay:
         def remember_last(module: Any, args: tuple[Any, ...], output: Any) -> None:
             outputs.append(_hidden(output))
 
-        hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in self._layers]
-        hooks.append(last.register_forward_hook(remember_last))
-        hooks += [module.register_forward_pre_hook(look_for_norm) for module in base.children()]
-        try:
-            options = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+        options = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+        with ExitStack() as hooks:
+            for layer in self._layers:
+                hooks.enter_context(layer.register_forward_pre_hook(remember, with_kwargs=True))
+            hooks.enter_context(self._layers[-1].register_forward_hook(remember_last))
+            for module in base.children():
+                hooks.enter_context(module.register_forward_pre_hook(look_for_norm))
             self.teachers_own = base(input_ids=input_ids, **options).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.base = self.teachers_own
         if masks:
             self.compare_with(masks)

@@ -7,7 +7,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.serving.engine.engines import folder_of, model_of
 from tests.serving.students import student_model
-from tests.students.teachers import student
 from tests.tiny_models import own_language_model
 
 
@@ -41,13 +40,6 @@ def test_options_that_are_refused(name):
         configured(folder_of("longhorn"), **options)
 
 
-def test_a_bias_of_full_attention_is_refused(tmp_path):
-    """SPADE's by distance: vLLM's attention has none."""
-    own_language_model("spade hyena full").save_pretrained(tmp_path)
-    with pytest.raises(Exception, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
-        configured(tmp_path)
-
-
 def test_experts_under_other_names_are_refused(tmp_path):
     from hf_hybrid_ssm.serving.vllm_model import PagedHybridForCausalLM
 
@@ -58,16 +50,6 @@ def test_experts_under_other_names_are_refused(tmp_path):
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     with pytest.raises(ValueError, match=f"{name}, .* does not have; .*: save it with save_original_format=False"):
         model.load_weights({name: torch.zeros(1)}.items())
-
-
-@pytest.mark.parametrize(
-    ("name", "what"), [("gemma2", "cap the scores of"), ("gpt_oss", "have sinks of their own in")]
-)
-def test_students_that_are_refused(name, what, tmp_path):
-    """By what the full layers of their teachers do; windows in their place are served."""
-    student(name, "kept").save_pretrained(tmp_path)
-    with pytest.raises(Exception, match=rf"layers \[1, 3\] of this 'hybrid_student' model {what} full attention"):
-        configured(tmp_path)
 
 
 def test_heads_of_a_size_without_a_kernel_are_refused(tmp_path):

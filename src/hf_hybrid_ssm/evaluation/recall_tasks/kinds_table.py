@@ -67,16 +67,13 @@ def kinds_table(answers: Mapping[str, Mapping[int, Answers]], by_kind: bool = Tr
     for name, by_length in answers.items():
         row = [name]
         for length, count in lengths.items():
-            known = shared_answers(by_length[length], answers[teacher][length])
+            found, known = shared_answers(by_length[length], answers[teacher][length])
             right = sum(each.count("1") for each in by_length[length].values())
-            row += [f"{right} ({_interval(right, count)})", "" if name == teacher or not known[1] else _share(*known)]
+            of_teacher = "" if name == teacher or not known else f"{found / known:.0%} ({_interval(found, known)})"
+            row += [f"{right} ({_interval(right, count)})", of_teacher]
         row += [str(sum(found.get(kind, "").count("1") for found in by_length.values())) for kind in kinds]
         rows.append(row)
     return Table("Facts of many kinds: whole answers", columns, rows)
-
-
-def _share(right: int, count: int) -> str:
-    return f"{right / count:.0%} ({_interval(right, count)})"
 
 
 def _interval(right: int, count: int) -> str:

@@ -159,17 +159,14 @@ def conversation(tokenizer: Any, text: str, question: Question, with_answer: boo
 def _stretch(tokenizer: Any, file: str | Path | None, room: int, draw: random.Random) -> tuple[list[str], list[int]]:
     """Pieces of a file, from a random one on, or made sentences, and their tokens, which fill the room."""
     pieces, lengths = list[str](), list[int]()
-    for piece in _made_pieces(draw) if file is None else _pieces_from(file, draw):
+    made = (f"{sentence} " for sentence in sentences(draw))
+    for piece in made if file is None else _pieces_from(file, draw):
         length = _count(tokenizer, piece)
         if sum(lengths) + length > room:
             break
         pieces.append(piece)
         lengths.append(length)
     return pieces, lengths
-
-
-def _made_pieces(draw: random.Random) -> Iterator[str]:
-    return (f"{sentence} " for sentence in sentences(draw))
 
 
 def _pieces_from(file: str | Path, draw: random.Random) -> Iterator[str]:
