@@ -4,25 +4,55 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import quality_tables as quality
 from benchmarks import speed_tables as speed
-from benchmarks.table_text import RESULTS, load, markdown_table
+from benchmarks.table_text import RESULTS, load, markdown_table, mebibytes, rows_of
+from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import kinds_table
 
 ROOT = Path(__file__).parents[1]
 PROVENANCE = {"command", "machine", "commit"}
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# what each table of several files of results is made by; of all others the function has the table's name
-SHARED = {
-    quality.compared: "spade_books longhorn_tokens lmu_isa_tokens spade_layers bst_layers families_books "
-    "spade_scaled_8 spade_scaled_32 spade_scaled_128 longhorn_mamba_books",
-    quality.lengths: "families_length checkpoints_length bst_books bst_16k",
-    quality.upcycling_report: "upcycling_report upcycling_groups upcycling_long",
-    quality.upcycling_kinds: "upcycling_kinds upcycling_gemma",
-}
-MADE_BY = {name: make for make, names in SHARED.items() for name in names.split()}
+
+
+def _cache(tokens: int) -> Any:
+    return lambda found: mebibytes(found["cache_bytes"][str(tokens)])
+
+
+def _losses(models: dict) -> tuple[list[str], list[str]]:
+    """Heads and columns of the last two stretches of positions, where loss was asked for."""
+    parts = list(models["teacher"].get("loss", {"mean": ()})["mean"])[-2:]
+    heads = [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
+    return heads, [f"{{loss[mean][{part}]:.3f}}" for part in parts]
+
+
+def needles(figures: dict) -> str:
+    """Needles right with Wilson's intervals, loss by position where it was asked for, and the cache."""
+    models, settings = figures["models"], figures["settings"]
+    tokens = (f"{multiple * settings['window']:,}" for multiple in settings["multiples"])
+    heads = [f"needles of {settings['samples']} in {each} tokens, 95 %" for each in tokens]
+    found = (f"recall[recall_needle][{multiple}x]" for multiple in settings["multiples"])
+    right = [f"{{{at}[right]}} ({{{at}[interval][0]:.0%}} to {{{at}[interval][1]:.0%}})" for at in found]
+    losses, lost = _losses(models)
+    head = ["model", *heads, *losses, "cache at 4,096, MiB", "at 65,536"]
+    return markdown_table(head, rows_of(models, *right, *lost, _cache(4096), _cache(65536)))
+
+
+def kinds(figures: dict) -> str:
+    """Answers about facts of many kinds with Wilson's intervals, loss where it was asked for, and the cache."""
+    models = figures["models"]
+    answers = {name: {int(n): each for n, each in found["answers"].items()} for name, found in models.items()}
+    table, (losses, lost) = kinds_table(answers, by_kind=False), _losses(models)
+    more = rows_of(models, *lost, _cache(65536))
+    rows = [[*row, *beside] for row, (_, *beside) in zip(table.rows, more, strict=True)]
+    return markdown_table([*table.columns, *losses, "cache at 65,536, MiB"], rows)
+
+
+# of all others the function has the table's name
+MADE_BY = dict.fromkeys(("upcycling_report", "upcycling_groups", "upcycling_long"), needles)
+MADE_BY |= dict.fromkeys(("upcycling_kinds", "upcycling_gemma"), kinds)
 
 
 def checkpoints() -> str:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import types
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import ahead, child
+from benchmarks.gpu import child
 from benchmarks.gpu.__main__ import arguments_of, main
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
@@ -236,24 +237,20 @@ def test_the_end_of_the_time_is_not_a_case_s_fault(stuck):
     assert stuck(1) == (child.OUT_OF_TIME, {})
 
 
-def test_programs_made_ahead_are_found_at_the_same_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(ahead, "key", lambda: "this Triton")
-    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: name)
-    cache, archive = tmp_path / "cache", tmp_path / "build" / "triton.tar.gz"
-    assert "every program is compiled here" in ahead.unpack(cache, archive)
-    ahead.own(cache)
-    (cache / "A").mkdir()
-    kept = {"A/kernel.cubin": "code", "A/kernel.json": "{}", ahead.KEY: "this Triton\n"}
-    for name, text in (kept | {"A/kernel.ptx": "only to be read"}).items():
-        (cache / name).write_text(text)
-    ahead.pack(cache, archive)
-    shutil.rmtree(cache)
-    assert "they are found" in ahead.unpack(cache, archive)
-    found = {path.relative_to(cache).as_posix(): path.read_text() for path in cache.rglob("*") if path.is_file()}
-    assert found == kept
-    monkeypatch.setattr(ahead, "key", lambda: "another")
-    assert "none is found" in ahead.unpack(cache, archive)
-    shutil.rmtree(cache)
-    cache.symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="is not this user's folder"):
-        ahead.unpack(cache, archive)
+def test_programs_made_ahead_are_unpacked_for_this_user_alone(tree, tmp_path):
+    def card(cache):
+        command = ["bash", tree / "tools" / "card.sh", "--help"]
+        environment = os.environ | {"PYTHON": sys.executable, "CACHE": str(cache)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    (tmp_path / "kernel.cubin").write_text("code")
+    archive = tree / "build" / "card" / "triton.tar.gz"
+    archive.parent.mkdir(parents=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "kernel.cubin", "A/kernel.cubin")
+    assert card(tmp_path / "new").returncode == 0
+    assert (tmp_path / "new/A/kernel.cubin").read_text() == "code" and (tmp_path / "new").stat().st_mode & 0o77 == 0
+    (tmp_path / "link").symlink_to(tmp_path)
+    refused = card(tmp_path / "link")
+    archive.unlink()
+    assert refused.returncode == 2 and "is not this user's folder" in refused.stderr

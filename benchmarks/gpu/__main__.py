@@ -8,9 +8,8 @@
 `benchmarks.gpu.plan` has the parts, in the order of what decides most. A case that fails, takes more than a minute or
 ends its process is recorded as failed, and the others run. Results are in runs/card/gpu.json, where a second command
 on the same machine finds them, and after every case in build/card (or in OUT) too, with the page, gpu.md, at the end.
-What is in build/card/gpu.json counts, as that of a machine that was given back, and programs in build/card
-(`benchmarks.gpu.compile_ahead`) are used. A rehearsal has folders of its own, runs/card_rehearsal and
-build/card_rehearsal. A change of the sources has the parts run again that are about them.
+What is in build/card/gpu.json counts, as that of a machine that was given back. A rehearsal has folders of its own,
+runs/card_rehearsal and build/card_rehearsal. A change of the sources has the parts run again that are about them.
 
 Status 0: every case that was asked for has run and is right; 1: one is not; 2: this cannot run; 3: some have not run.
 """
@@ -25,7 +24,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu import ahead
 from benchmarks.gpu.plan import DONE, FATAL, LONGEST_CASE, OUT_OF_TIME, ROOT, SECONDS
 from benchmarks.gpu.requirements import missing_peers, problems
 
@@ -82,11 +80,6 @@ def main() -> int:
         return run_cases(settings, store, arguments.until, arguments.cases)
     if arguments.resume.is_file():
         print(f"{store.resume(arguments.resume)} cases come from {os.path.relpath(arguments.resume)}.", flush=True)
-    try:
-        print(ahead.unpack(ahead.CACHE, ahead.ARCHIVE), flush=True)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
     if peers := missing_peers():
         print(f"Not compared with, since they are not installed: {', '.join(peers)}.", flush=True)
     code = run_to_the_end(arguments, store, BEGIN + arguments.seconds - AT_THE_END)
@@ -134,7 +127,8 @@ def watch(arguments: argparse.Namespace, until: float, mark: Path) -> int:
     command += ["--out", str(arguments.out), "--cases", arguments.cases.pattern]
     command += ["--rehearse"] if arguments.rehearse else []
     longest = LONGEST_CASE * (10 if arguments.rehearse else 1)  # a CPU may be busy with something else
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ahead.environment(arguments.device)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment |= {"TRITON_INTERPRET": "1"} if arguments.device == "cpu" else {}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
     try:
         while process.poll() is None:

@@ -1,21 +1,17 @@
-"""Compiles the kernels of the plan before there is a card: an archive that `benchmarks.gpu` unpacks there.
+"""Compiles the kernels of the plan before there is a card, into Triton's cache (docs/first_card.md packs it).
 
-    python -m benchmarks.gpu.compile_ahead    # with the Python and Triton of the card's machine
+    TRITON_CACHE_DIR=/tmp/hf-hybrid-ssm-ahead python -m benchmarks.gpu.compile_ahead
 
-A second time, it says how many programs a fresh process finds. The package's own launches decide what is compiled,
-with the shapes of `benchmarks.gpu` and, for models, narrow ones: what the compiler knows of a width is whether it is
-a multiple of 16.
+With the Python and Triton of the card's machine: a program is found there if Python's minor version, Triton's files,
+the card's generation and the kernel's source are the same. A second time, it says how many programs a fresh process
+finds. The package's own launches decide what is compiled, with the shapes of `benchmarks.gpu` and, for models, narrow
+ones: what the compiler knows of a width is whether it is a multiple of 16.
 """
 
 import argparse
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
-
-from benchmarks.gpu import ahead
 
 if TYPE_CHECKING:
     from benchmarks.gpu.settings import Settings
@@ -118,25 +114,11 @@ def compile_all(capability: int) -> None:
                 print(f"{part.__name__}: {name}: {one_line(error)}", flush=True)
             if compiled := hits[seen:].count(False):
                 print(f"{part.__name__}: {name}: {compiled} programs compiled", flush=True)
-        size = ahead.pack(ahead.CACHE, ahead.ARCHIVE)
         new = hits[before:]
-        print(f"{part.__name__}: {new.count(True)} programs found, {new.count(False)} compiled; {size:.1f} MiB in all")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
-    options = parser.parse_args()
-    ahead.own(ahead.CACHE)
-    mark = ahead.CACHE / ahead.KEY
-    if mark.is_file() and mark.read_text(encoding="utf-8").strip() != ahead.key():
-        shutil.rmtree(ahead.CACHE)  # of another Triton, and only a cache
-        ahead.own(ahead.CACHE)
-    mark.write_text(ahead.key() + "\n", encoding="utf-8")
-    os.environ["TRITON_CACHE_DIR"] = str(ahead.CACHE)
-    compile_all(options.capability)
-    return 0
+        print(f"{part.__name__}: {new.count(True)} programs found, {new.count(False)} compiled", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
+    compile_all(parser.parse_args().capability)

@@ -16,7 +16,8 @@ OBJECTIVES = {
     for folder in FOLDERS
 }
 WRITERS = [folder for folder, objective in OBJECTIVES.items() if objective in ("CausalLM", "ConditionalGeneration")]
-OURS = [folder for folder in WRITERS if OBJECTIVES[folder] == "CausalLM" and folder.name != "llama-books"]
+LANGUAGE_MODELS = [folder for folder in WRITERS if OBJECTIVES[folder] == "CausalLM"]
+OURS = [folder for folder in LANGUAGE_MODELS if folder.name != "llama-books"]
 PROMPT = "The old man looked at"
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -40,11 +41,12 @@ def test_greedy_text_is_the_same_with_and_without_a_cache(folder):
     assert torch.equal(greedy(folder), greedy(folder, use_cache=False))
 
 
-@ours
-def test_left_padded_rows_write_what_each_writes_alone(folder):
+@pytest.mark.parametrize("folder", LANGUAGE_MODELS, ids=lambda folder: folder.name)
+def test_rows_of_a_batch_write_what_each_writes_alone(folder):
+    """The tokenizer pads on the left, where a language model goes on at the end."""
     model, tokenizer = checkpoint(folder)
     prompts = [PROMPT, "It was late, and nobody in the house had heard of him"]
-    batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
     width = batch["input_ids"].shape[1]
     for row, prompt in zip(model.generate(**batch, **GREEDY), prompts):
         alone = greedy(folder, prompt)[0]

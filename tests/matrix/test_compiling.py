@@ -2,7 +2,7 @@
 
 `torch.compile(model, fullgraph=True)`, with the backend `aot_eager` (one graph, forward and backward) where the column
 does not say inductor. Training: the loss to 1e-4 and every gradient to 1e-3 of eager ones. Prefill: the logits to 1e-4
-of the largest. Compiled decoding is in tests/upstream. Packed rows are those of models whose graph may hold several
+of the largest. Compiled decoding is in tests/models. Packed rows are those of models whose graph may hold several
 documents: an encoder-decoder takes none, and LMU-ISA takes them apart by the values of `seq_idx`, outside of a graph.
 """
 

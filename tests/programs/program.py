@@ -1,11 +1,9 @@
 """Programs: what is done to a model and its cache, instruction by instruction, with explicit arguments.
 
-A program is plain data, so that one that fails can be printed as a line of JSON and run again from it.
+A program is plain data: one that fails is printed as the lines of Python that make it again.
 """
 
-import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
 
 PACKINGS = ("none", "seq_idx", "seq_idx+positions", "positions", "cu_seq_lens", "cu_seq_lens+positions")
 MASKS = ("none", "current", "full")
@@ -19,11 +17,8 @@ class Malformed(ValueError):
     """The program itself makes no sense: nothing is said about the model."""
 
 
-@dataclass
 class Step:
-    """One instruction; `op` is its name in JSON."""
-
-    op: ClassVar[str]
+    """One instruction."""
 
 
 @dataclass
@@ -40,7 +35,6 @@ class Feed(Step):
         filler: token id at padded places.
     """
 
-    op = "feed"
     rows: list[Columns]
     starts: list[list[int]]
     packing: str = "none"
@@ -66,7 +60,6 @@ class Feed(Step):
 class Crop(Step):
     """Forget the last columns."""
 
-    op = "crop"
     count: int
 
 
@@ -74,7 +67,6 @@ class Crop(Step):
 class Reorder(Step):
     """`reorder_cache`: as many rows as before."""
 
-    op = "reorder"
     rows: list[int]
 
 
@@ -82,7 +74,6 @@ class Reorder(Step):
 class Select(Step):
     """`batch_select_indices`: any number of rows."""
 
-    op = "select"
     rows: list[int]
 
 
@@ -90,27 +81,23 @@ class Select(Step):
 class Repeat(Step):
     """`batch_repeat_interleave`."""
 
-    op = "repeat"
     times: int
 
 
 @dataclass
 class Reset(Step):
-    op = "reset"
+    """Forget everything."""
 
 
 @dataclass
 class Copy(Step):
     """Put a deep copy of the cache aside, as a further branch."""
 
-    op = "deepcopy"
-
 
 @dataclass
 class Switch(Step):
     """Go on with the branch that was put aside at `branch`, and put the present one there."""
 
-    op = "switch"
     branch: int
 
 
@@ -118,7 +105,6 @@ class Switch(Step):
 class Compile(Step):
     """From here on the model is compiled by this backend of `torch.compile`."""
 
-    op = "compile"
     backend: str
 
 
@@ -126,13 +112,7 @@ class Compile(Step):
 class Illegal(Step):
     """Something that must be refused by a clear error and change nothing; `kind` is a key of `machine.ILLEGAL`."""
 
-    op = "illegal"
     kind: str
-
-
-STEPS: dict[str, type[Step]] = {
-    step.op: step for step in (Feed, Crop, Reorder, Select, Repeat, Reset, Copy, Switch, Compile, Illegal)
-}
 
 
 @dataclass
@@ -158,18 +138,3 @@ class Program:
     sources: list[list[int]] = field(default_factory=list)
     source_side: str = "right"
     steps: list[Step] = field(default_factory=list)
-
-    def dumps(self) -> str:
-        content: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "steps"}
-        content["steps"] = [{"op": step.op, **asdict(step)} for step in self.steps]
-        return json.dumps(content)
-
-    @classmethod
-    def loads(cls, text: str) -> "Program":
-        content = json.loads(text)
-        steps = [STEPS[step.pop("op")](**step) for step in content.pop("steps")]
-        return cls(**content, steps=steps)
-
-    @property
-    def instructions(self) -> set[str]:
-        return {step.op for step in self.steps}

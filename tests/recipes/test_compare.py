@@ -109,21 +109,6 @@ def test_a_search_on_whole_runs_makes_those_of_the_first_seed(settings, tmp_path
     assert found == sorted([*searched, ("narrow-1", 1), ("wide-1", 1)])
 
 
-def test_peers_that_transformers_lacks_train_beside_the_families(settings, tmp_path):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1}
-    llama = sizes | {"intermediate_size": 16, "num_attention_heads": 2, "state_size": None}
-    variants = {
-        "Mamba": {"model_type": "mamba_native", "config": sizes},
-        "Llama": {"model_type": "llama_conv", "config": llama},
-    }
-    figures = compare(CompareArguments(settings["base"], variants, str(tmp_path), seeds=[0]))
-    trained = {name: found["runs"][0] for name, found in figures["models"].items()}
-    assert {name: run["model_type"] for name, run in trained.items()} == {
-        "Mamba": "mamba_native", "Llama": "llama_conv",
-    }  # fmt: skip
-    assert all(run["steps"] == 2 and 4 < run["validation_loss"] < 7 for run in trained.values())
-
-
 CONFIGS = Path(__file__).parents[2] / "recipes/configs/compare"
 PARTS = {"spade_books": 1.35, "spade_layers": 1.55, "bst_layers": 1.4}  # what adds parts to a stack, which it names
 

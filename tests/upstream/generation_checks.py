@@ -1,20 +1,14 @@
 """Generation checks for every class that can generate, in the place of the mixin the distribution lacks.
 
-What each mode must produce is derived from plain greedy decoding without a cache wherever that is possible.
+What each mode must produce is derived from plain greedy decoding without a cache wherever that is possible. Padding,
+prefill in chunks, static and copied caches, drafts and embeddings are in tests/invariants, tests/programs and
+tests/models, for every variant.
 """
 
 import copy
 
-import pytest
 import torch
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-    StaticCache,
-    TextStreamer,
-    set_seed,
-)
+from transformers import GenerationConfig, TextStreamer, set_seed
 
 NEW_TOKENS = 8
 
@@ -37,16 +31,9 @@ class GenerationTesterMixin:
             )
             yield model, {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
 
-    def _decoders(self):
-        """Without encoder-decoders."""
-        return ((model, inputs) for model, inputs in self._generators() if not model.config.is_encoder_decoder)
-
-    def _greedy_without_cache(self, model, inputs):
-        return model.generate(**inputs, do_sample=False, use_cache=False)
-
     def test_greedy_with_cache_equals_without(self):
         for model, inputs in self._generators():
-            expected = self._greedy_without_cache(model, inputs)
+            expected = model.generate(**inputs, do_sample=False, use_cache=False)
             output = model.generate(**inputs, do_sample=False, use_cache=True)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
@@ -87,15 +74,6 @@ class GenerationTesterMixin:
             output = model.generate(**inputs, num_beams=2, do_sample=True)
             assert output.shape[0] == inputs["input_ids"].shape[0]
 
-    def test_left_padding_changes_nothing(self):
-        for model, inputs in self._decoders():
-            ids = inputs["input_ids"]
-            pads = torch.full((ids.shape[0], 5), model.config.pad_token_id)
-            mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
-            alone = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False)
-            padded = model.generate(input_ids=torch.cat([pads, ids], 1), attention_mask=mask, do_sample=False)
-            torch.testing.assert_close(padded[:, pads.shape[1] :], alone, rtol=0, atol=0)
-
     def test_each_row_generates_as_if_alone(self):
         for model, inputs in self._generators():
             batch = model.generate(**inputs, do_sample=False)
@@ -105,7 +83,9 @@ class GenerationTesterMixin:
                 torch.testing.assert_close(batch[row, -NEW_TOKENS:], alone[0, -NEW_TOKENS:], rtol=0, atol=0)
 
     def test_continues_from_returned_cache(self):
-        for model, inputs in self._decoders():
+        for model, inputs in self._generators():
+            if model.config.is_encoder_decoder:
+                continue
             whole = model.generate(**inputs, do_sample=False)
             model.generation_config.max_new_tokens = model.generation_config.min_new_tokens = NEW_TOKENS // 2
             first = model.generate(**inputs, do_sample=False, return_dict_in_generate=True)
@@ -114,83 +94,6 @@ class GenerationTesterMixin:
                 first.sequences, attention_mask=mask, past_key_values=first.past_key_values, do_sample=False
             )
             torch.testing.assert_close(second, whole, rtol=0, atol=0)
-
-    def test_prompt_cache_can_be_reused(self):
-        for model, inputs in self._decoders():
-            ids = inputs["input_ids"][:1].repeat(1, 2)
-            expected = model.generate(ids, do_sample=False)
-            cache = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(ids[:, :4], past_key_values=cache, use_cache=True)
-            for _ in range(2):  # the copy must be independent of the original
-                output = model.generate(ids, past_key_values=copy.deepcopy(cache), do_sample=False)
-                torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_chunked_prefill(self):
-        for model, inputs in self._decoders():
-            expected = model.generate(**inputs, do_sample=False)
-            for chunk in (1, 3):
-                output = model.generate(**inputs, do_sample=False, prefill_chunk_size=chunk)
-                torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_inputs_embeds(self):
-        for model, inputs in self._decoders():
-            embeds = model.get_input_embeddings()(inputs["input_ids"])
-            expected = model.generate(**inputs, do_sample=False)[:, -NEW_TOKENS:]
-            output = model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], do_sample=False)
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_static_cache(self):
-        for model, inputs in self._decoders():
-            expected = model.generate(**inputs, do_sample=False)
-            output = model.generate(**inputs, do_sample=False, cache_implementation="static")
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-            cache = StaticCache(config=model.config, max_cache_len=inputs["input_ids"].shape[1] + NEW_TOKENS)
-            for _ in range(2):
-                cache.reset()
-                output = model.generate(**inputs, do_sample=False, past_key_values=cache)
-                torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_compiled_decoding(self):
-        """The step traces into one graph (`fullgraph`) and writes the same text."""
-        for model, inputs in self._generators():
-            if model.config.is_encoder_decoder or not model._can_compile_fullgraph:
-                continue
-            expected = model.generate(**inputs, do_sample=False)
-            compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="eager")
-            compile_config._compile_all_devices = True
-            torch._dynamo.reset()
-            output = model.generate(
-                **inputs, do_sample=False, cache_implementation="static", compile_config=compile_config
-            )
-            assert hasattr(model, "_compiled_call")
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_logits_to_keep(self):
-        for model, inputs in self._decoders():
-            with torch.no_grad():
-                everything = model(**inputs).logits
-                torch.testing.assert_close(model(**inputs, logits_to_keep=2).logits, everything[:, -2:])
-                keep = torch.tensor([0, 3])
-                torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, everything[:, keep])
-
-    def test_prompt_lookup_equals_greedy(self):
-        for model, inputs in self._decoders():
-            ids = inputs["input_ids"][1:2].repeat(1, 3)
-            expected = model.generate(ids, do_sample=False)
-            output = model.generate(ids, do_sample=False, prompt_lookup_num_tokens=3)
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    def test_assisted_equals_greedy(self):
-        for model, inputs in self._decoders():
-            ids = inputs["input_ids"][1:2]
-            expected = model.generate(ids, do_sample=False)
-            assistant = copy.deepcopy(model)
-            for parameter in assistant.parameters():  # a draft that is often, not always, right
-                parameter.data.add_(0.01 * torch.randn_like(parameter))
-            for draft in (assistant, copy.deepcopy(model)):
-                output = model.generate(ids, do_sample=False, assistant_model=draft)
-                torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_stopping_and_streaming(self):
         class Collector(TextStreamer):
@@ -215,10 +118,3 @@ class GenerationTesterMixin:
             assert stopped == expected[: len(stopped)]
             assert stopped[-1] == eos
             assert len(stopped) <= len(expected) - NEW_TOKENS + 4
-
-    def test_cache_of_another_batch_is_refused(self):
-        for model, inputs in self._decoders():
-            with torch.no_grad():
-                cache = model(inputs["input_ids"], use_cache=True).past_key_values
-                with pytest.raises((ValueError, RuntimeError)):
-                    model(inputs["input_ids"][:1], past_key_values=cache)
