@@ -156,8 +156,7 @@ KEYS = {
     "llama.attention.causal": (False, r"attention\.causal=False"),
     "llama.attention.layer_norm_rms_epsilon": (None, r"layer_norm_rms_epsilon=None, and a number"),
     "llama.block_count": (5000, r"num_hidden_layers=5000 is beyond 1,024"),
-    "split.count": (3, r"is part 1 of 3 of a model: merge them"),
-    "general.type": ("adapter", r"holds a adapter \(general\.type\), not a model"),
+    "general.type": ("imatrix", r"says general\.type='imatrix', and a model is wanted"),
     "tokenizer.ggml.tokens": (["a", "b"], r"has 2 tokens and 97 embeddings"),
     "tokenizer.ggml.eos_token_id": (97, r"tokenizer\.ggml\.eos_token_id=97 lies beyond its 97 tokens"),
 }
@@ -170,6 +169,7 @@ TENSORS = {
     "blk.0.attn_q_norm.weight": (torch.zeros(8), r"holds blk\.0\.attn_q_norm\.weight, for which a llama"),
     "rope_factors_long.weight": (torch.ones(4), r"holds rope_factors_long\.weight, for which a llama"),
     "rope_freqs.weight": (torch.tensor([1.0, 1.0, 2.0, 3.0]), r"\(rope_freqs\.weight\) in another way than Llama 3"),
+    "blk.1.ffn_up.weight": (torch.full((48, 32), torch.nan), r"blk\.1\.ffn_up\.weight holds NaN or infinite"),
     "blk.0.ffn_up.weight": (torch.zeros(48, 16), r"holds blk\.0\.ffn_up\.weight as \(48, 16\), and \(48, 32\)"),
 }
 
@@ -204,6 +204,20 @@ def test_no_tensor_of_any_file_is_made_up(name, tmp_path):
             open_teacher(path).load_model()
 
 
+def test_a_part_of_a_model_is_refused_by_its_number(tmp_path):
+    """Only the first part says what model it is."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", split_max_tensors=1)
+    for name in ("a", "b"):
+        writer.add_tensor(name, ROWS.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for number in (1, 2):
+        with pytest.raises(ValueError, match=f"is part {number} of 2 of a model: merge them into one file first"):
+            open_teacher(tmp_path / f"a-0000{number}-of-00002.gguf")
+
+
 def damaged(path, kind):
     data = bytearray(write_model(path, model_of("llama")).read_bytes())
     match kind:
@@ -213,6 +227,8 @@ def damaged(path, kind):
             data = data[:-300]
         case "another version":
             data[4:8] = struct.pack("<I", 1)
+        case "big-endian":
+            data[4:8] = struct.pack(">I", 3)
         case "more keys than there are":
             data[16:24] = struct.pack("<Q", 2**60)
         case "more tensors than there are":
@@ -228,6 +244,7 @@ DAMAGES = {
     "cut off in its head": "is not a complete GGUF file",
     "cut off in its tensors": "is not a complete GGUF file: it ends before ",
     "another version": "is of version 1 of GGUF, and 2 and 3 are read",
+    "big-endian": "is big-endian, and little-endian files are read",
     "more keys than there are": "is not a complete GGUF file",
     "more tensors than there are": "is not a complete GGUF file",
     "a string without an end": "is not a complete GGUF file",
