@@ -47,11 +47,12 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     of this architecture says, or that llama.cpp takes for granted.
 
     Raises:
-        ValueError: the file is part of a model, of another architecture, has a key that is not read, or says something
+        ValueError: the file is no model, of another architecture, has a key that is not read, or says something
             that transformers cannot compute. Names the key.
     """
     where, architecture = str(header.path), header.architecture
-    _check_kind(header)
+    if (kind := header.fields.get("general.type", "model")) != "model":
+        raise ValueError(f"{where!r} says general.type={kind!r}, and a model is wanted.")
     if architecture not in MODEL_TYPES:
         raise ValueError(
             f"{where!r} is of the architecture {architecture!r}, and GGUF files of {', '.join(MODEL_TYPES)} are read: "
@@ -87,18 +88,6 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where!r}: {error}") from error
     return fields
-
-
-def _check_kind(header: GgufHeader) -> None:
-    where, kind = str(header.path), header.fields.get("general.type", "model")
-    if kind != "model":
-        raise ValueError(f"{where!r} holds a {kind} (general.type), not a model.")
-    if (parts := header.fields.get("split.count", 0)) > 1:
-        part = header.fields.get("split.no", 0) + 1
-        raise ValueError(
-            f"{where!r} is part {part} of {parts} of a model: merge them into one file first (llama-gguf-split "
-            "--merge FIRST_PART OUT)."
-        )
 
 
 class _Keys:

@@ -91,7 +91,7 @@ def read_header(path: str | os.PathLike) -> GgufHeader:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no GGUF file, of another version, or cut off in its head.
+        ValueError: it is no GGUF file, of another version, part of a model, or cut off in its head.
     """
     path = Path(path)
     if not path.is_file():
@@ -109,9 +109,11 @@ def read_header(path: str | os.PathLike) -> GgufHeader:
 def _header(path: Path, reader: "_Reader") -> GgufHeader:
     (version,) = reader.numbers("I", 1)
     if version not in VERSIONS:
-        raise ValueError(
-            f"{str(path)!r} is of version {version} of GGUF, and {' and '.join(map(str, VERSIONS))} are read."
+        known = " and ".join(map(str, VERSIONS))
+        told = (
+            f"of version {version} of GGUF, and {known}" if version % 2**16 else "big-endian, and little-endian files"
         )
+        raise ValueError(f"{str(path)!r} is {told} are read.")
     tensor_count, key_count = reader.numbers("Q", 2)
     fields: dict[str, Any] = {}
     for _ in range(key_count):
@@ -119,6 +121,11 @@ def _header(path: Path, reader: "_Reader") -> GgufHeader:
         if key in fields:
             raise ValueError(f"{str(path)!r} has the key {key!r} twice.")
         fields[key] = reader.value()
+    if (parts := fields.get("split.count", 0)) > 1:
+        raise ValueError(
+            f"{str(path)!r} is part {fields.get('split.no', 0) + 1} of {parts} of a model: merge them into one file "
+            "first (llama-gguf-split --merge FIRST_PART OUT)."
+        )
     if not isinstance(fields.get("general.architecture"), str):
         raise ValueError(f"{str(path)!r} has no general.architecture, which says what model it is.")
     places = [(reader.string(), reader.place()) for _ in range(tensor_count)]

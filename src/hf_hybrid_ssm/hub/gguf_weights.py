@@ -25,8 +25,8 @@ def weights_of(
         dtype: what the numbers, unpacked to float32, are rounded to.
 
     Raises:
-        ValueError: the file lacks a tensor, holds one that the model does not have, or one of another shape or of
-            blocks that are not unpacked. Names it.
+        ValueError: the file lacks a tensor, holds one that the model does not have, or one of another shape, of
+            blocks that are not unpacked, or with NaN. Names it.
     """
     where, data = str(header.path), np.memmap(header.path, mode="r", dtype=np.uint8)
     places = dict(_places(header, config, shapes))
@@ -46,6 +46,8 @@ def weights_of(
         if shape != tuple(shapes[name]):
             raise ValueError(f"{where!r} holds {place} as {shape}, and {tuple(shapes[name])} was expected.")
         value = torch.from_numpy(_unpacked(header, data, place))
+        if not value.isfinite().all():
+            raise ValueError(f"{where!r}: {place} holds NaN or infinite numbers.")
         weights[name] = _as_in_transformers(value, place, header.architecture, config).to(dtype).contiguous()
     return weights
 
