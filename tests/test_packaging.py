@@ -120,7 +120,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("hf_hybrid_ssm
 """
     # what cannot wait: the tables of families, and the quantizer, which transformers looks up
     early = set(fresh(code))
-    assert "hf_hybrid_ssm.models.precision" in early
+    assert "hf_hybrid_ssm.precision" in early
     assert not {name for name in early if ".ops." in name or "modeling_" in name or "configuration" in name}
 
 

@@ -107,7 +107,7 @@ def _register_cache_layers(_: ModuleType) -> None:
 
 def _register_low_bits(_: ModuleType) -> None:
     """A folder with rounded weights loads without an import of its configuration."""
-    importlib.import_module("hf_hybrid_ssm.models.precision")
+    importlib.import_module("hf_hybrid_ssm.precision")
 
 
 def _register_peft_targets(constants: ModuleType) -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Cache, CompileConfig, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache import fit_cache, has_forgotten, let_assistant_forget
-from hf_hybrid_ssm.models.compiled import renew_if_changed
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.outputs import CACHE, OLD, by_both_cache_names, take_cache, with_both_names
 
@@ -94,10 +93,10 @@ class HybridGenerationMixin(_Mixed):
         finally:
             _CALL.reset(token)
 
-    def get_compiled_call(self, compile_config: CompileConfig | None) -> Any:
-        """As in transformers; after a change of modules that torch was told not to look at, compiled anew."""
-        if compile_config is not None:
-            renew_if_changed(self, compile_config)
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """As in transformers; settings of `hf_hybrid_ssm.compiled_decoding` look at the modules first."""
+        if hasattr(compile_config, "renew_if_changed"):
+            compile_config.renew_if_changed(self)
         return super().get_compiled_call(compile_config)
 
     @by_both_cache_names
