@@ -1,11 +1,12 @@
 """The layers with plain arguments: each way to read a text gives the same, and the models are made of them."""
 
 import copy
+import importlib
 
 import pytest
 import torch
 
-from hf_hybrid_ssm import layers
+from hf_hybrid_ssm import layers, ops
 from hf_hybrid_ssm.layers import S4, S4D, S5, BlockState, Hyena, Lmu, Longhorn
 from tests.tiny_models import compiles, language_model
 
@@ -107,3 +108,12 @@ def test_copies_are_apart():
         other.D.zero_()
     x = torch.randn(1, 4, D)
     assert not torch.equal(layer(x), other(x))
+
+
+def test_ops_by_name():
+    """The function, also once something has imported the module of that name."""
+    for name in ops.__all__:
+        one = getattr(ops, name)
+        assert one.__name__ == name and getattr(importlib.import_module(one.__module__), name) is one
+        assert callable(getattr(ops, name))
+    assert ops.longhorn_scan is importlib.import_module("hf_hybrid_ssm.ops.longhorn_scan").longhorn_scan

@@ -14,11 +14,11 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {name: family.package for family in (*FAMILIES, STUDENT) for name in family.names}
     | {
-        "LowBitConfig": "hf_hybrid_ssm.models.precision",
-        "compiled_decoding": "hf_hybrid_ssm.models.compiled",
+        "LowBitConfig": "hf_hybrid_ssm.precision",
+        "compiled_decoding": "hf_hybrid_ssm.compiled",
         "register_family": "hf_hybrid_ssm.auto",
         "register_mixer": "hf_hybrid_ssm.layers.mixers.registry",
-        "use_float32_products": "hf_hybrid_ssm.models.precision",
+        "use_float32_products": "hf_hybrid_ssm.precision",
     },
 )
 

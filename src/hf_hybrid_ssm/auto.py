@@ -107,7 +107,7 @@ def _register_cache_layers(_: ModuleType) -> None:
 
 def _register_low_bits(_: ModuleType) -> None:
     """A folder with rounded weights loads without an import of its configuration."""
-    importlib.import_module("hf_hybrid_ssm.models.precision")
+    importlib.import_module("hf_hybrid_ssm.precision")
 
 
 def _register_peft_targets(constants: ModuleType) -> None:
@@ -127,32 +127,28 @@ def _register_peft_targets(constants: ModuleType) -> None:
         feed_forward.setdefault(family.model_type, list(family.peft.ia3_feed_forward))
 
 
-def _code_exporter(config_class: type) -> ModuleType | None:
-    """Writes the code of this package's own configurations; None for a class derived elsewhere."""
-    is_ours = config_class.__module__.startswith("hf_hybrid_ssm.")
-    return importlib.import_module("hf_hybrid_ssm.hub.export") if is_ours else None
+def _generate(model: Any, usual: Callable, prefix_cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if prefix_cache is None and not any(name.startswith("HF_HYBRID_SSM_PREFIX_CACHE") for name in os.environ):
+        return usual(*args, **kwargs)  # as nearly always, and then nothing more is imported
+    return importlib.import_module("hf_hybrid_ssm.serving.prefix_cache").generate(
+        model, usual, prefix_cache, args, kwargs
+    )
 
 
-def _prefix_cache_of_process() -> Any:
-    if not any(name.startswith("HF_HYBRID_SSM_PREFIX_CACHE") for name in os.environ):
-        return None  # as nearly always, and then nothing more is imported
-    return importlib.import_module("hf_hybrid_ssm.serving.prefix_cache").of_process()
-
-
-def _check_weight_files(folder: Any) -> None:
-    importlib.import_module("hf_hybrid_ssm.hub.verify_files").check_weights_if_local(folder)
-
-
-def _delta_arguments(folder: Any, teacher: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    if teacher is None and not importlib.import_module("hf_hybrid_ssm.hub.delta_files").is_delta(folder):
-        return None  # as nearly always, and then nothing more is imported
-    return importlib.import_module("hf_hybrid_ssm.upcycle.delta").loading_arguments(folder, teacher, arguments)
+def _exporting() -> ModuleType:
+    return importlib.import_module("hf_hybrid_ssm.hub.export")
 
 
 def _fill_hooks(configuration: ModuleType) -> None:
     hooks = configuration.HOOKS
-    hooks.code_exporter, hooks.check_weight_files = _code_exporter, _check_weight_files
-    hooks.delta_arguments, hooks.prefix_cache_of_process = _delta_arguments, _prefix_cache_of_process
+    hooks.generate = _generate
+    # all of these import what they call when they are first called
+    hooks.check_configuration = lambda *args: importlib.import_module(
+        "hf_hybrid_ssm.hub.saved_configuration"
+    ).check_saved_configuration(*args)
+    hooks.load = lambda *args, **kwargs: importlib.import_module("hf_hybrid_ssm.hub.loading").load(*args, **kwargs)
+    hooks.save_configuration = lambda *args, **kwargs: _exporting().save_configuration(*args, **kwargs)
+    hooks.choose_code = lambda *args: _exporting().choose_code(*args)
     _register_cache_layers(configuration)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
+from hf_hybrid_ssm.hub.official.longhorn import convert
 from tests.golden.values import FLOAT32, assert_near, golden
 from tests.row_options import longhorn_scan
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hf_hybrid_ssm.hub.official.spade import convert, convert_state_dict
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.convert_official_checkpoint import convert, convert_state_dict
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeBlock, relative_bias
 from tests.golden.values import FLOAT32, assert_near, golden, load
 

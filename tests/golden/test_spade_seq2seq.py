@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.models.spade.convert_official_checkpoint import convert
+from hf_hybrid_ssm.hub.official.spade import convert
 from tests.golden.values import assert_near, golden
 
 SAVED = {  # of the config.json that the official class saves, what shapes do not tell

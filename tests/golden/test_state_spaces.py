@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_hybrid_ssm.hub.official.s4 import convert_s4
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.ema import EMA
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
@@ -10,7 +11,6 @@ from hf_hybrid_ssm.layers.mixers.hyena import Hyena, ImplicitLongConv
 from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
-from hf_hybrid_ssm.models.spade.convert_official_s4 import convert_s4
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, transition
 from tests.golden.values import FLOAT32, Tensors, assert_near, golden, load
 from tests.row_options import legendre_memory, mix, one_token

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
-from hf_hybrid_ssm.models.official_state_dict import read_checkpoint
+from hf_hybrid_ssm.hub.official.longhorn import convert
+from hf_hybrid_ssm.hub.official.state_dict import read_checkpoint
 from tests import processes
 
 V, M, D, N, K, R, LAYERS = 24, 16, 32, 4, 4, 2, 2

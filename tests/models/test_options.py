@@ -46,8 +46,8 @@ def names_set_by(path):
 def set_somewhere():
     """By recipes, benchmarks, converters, memories of students, and by what chooses the stack of a checkpoint."""
     folders = [(ROOT / "recipes", "*.py"), (ROOT / "recipes/configs", "*.yaml"), (ROOT / "benchmarks", "*.py")]
-    folders += [(SRC / "students", "*.py"), (SRC / "upcycle", "*.py"), (SRC / "models", "convert_*.py")]
-    folders += [(SRC / "models", "base_of_checkpoint.py"), (SRC / "models", "official_*.py")]
+    folders += [(SRC / "students", "*.py"), (SRC / "upcycle", "*.py"), (SRC / "hub/official", "*.py")]
+    folders += [(SRC / "models", "base_of_checkpoint.py")]
     paths = [path for folder, pattern in folders for path in folder.rglob(pattern)] + [ROOT / "docs/upcycling.md"]
     return set().union(*map(names_set_by, paths))
 

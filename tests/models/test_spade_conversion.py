@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.models.spade import convert_official_checkpoint as converter
-from hf_hybrid_ssm.models.spade.convert_official_s4 import convert_s4
+from hf_hybrid_ssm.hub.official import spade as converter
+from hf_hybrid_ssm.hub.official.s4 import convert_s4
 from tests.memory import in_own_memory
 
 D, N, S = 8, 6, 4

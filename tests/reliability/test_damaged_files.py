@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.hub import check_folder
-from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
+from hf_hybrid_ssm.hub.official.longhorn import convert
 from tests.models.test_longhorn_conversion import official_state_dict
 from tests.reporting import THOROUGH
 from tests.tiny_models import FEW, build, class_with_loss, classes_of

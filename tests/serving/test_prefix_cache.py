@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation import BaseStreamer
 
-from hf_hybrid_ssm.models.generation import say_once
 from hf_hybrid_ssm.serving import PrefixCache
+from hf_hybrid_ssm.serving.prefix_cache import say_once
 from tests.models.invariances import random_ids
 from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
 from tests.weight_changes import WAYS

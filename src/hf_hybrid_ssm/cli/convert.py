@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _module(folder: str) -> str:
-    return f"hf_hybrid_ssm.models.{folder}.convert_official_checkpoint"
+    return f"hf_hybrid_ssm.hub.official.{folder}"
 
 
 def _converters() -> list[str]:

@@ -46,9 +46,9 @@ def load(name: str, device: str | None, dtype: str, teacher: str | None = None) 
 
     from hf_hybrid_ssm.hub.delta_files import is_delta
     from hf_hybrid_ssm.hub.one_line import in_one_line
+    from hf_hybrid_ssm.hub.saved_configuration import check_implementation
     from hf_hybrid_ssm.hub.verify import check_contents
     from hf_hybrid_ssm.hub.whole_models import load_whole
-    from hf_hybrid_ssm.models.saved_configuration import check_implementation
 
     if Path(name).is_dir():
         check_contents(name)

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -34,6 +36,7 @@ NAMED = (
     "# transformers copies the files that a file names; a configuration that is saved alone brings its models along\n"
     "if TYPE_CHECKING:"
 )
+VERSIONS = "hf_hybrid_ssm.tested_versions"
 
 
 def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: str | os.PathLike | None = None) -> Path:
@@ -88,6 +91,45 @@ def write_code(folder: str | os.PathLike, model_type: str) -> None:
             write_whole(path, text)
 
 
+def choose_code(model: Any, export_code: bool, folder: str | os.PathLike | None) -> None:
+    """Whether a model is saved with its code, by the `auto_map` of its configuration; in a folder that is known.
+
+    Raises:
+        ValueError: as of `check_exportable`; or its class was defined outside of this package.
+    """
+    config = model.config
+    if not _is_ours(config):
+        if export_code and getattr(config, "auto_map", None) is None:
+            raise ValueError(
+                f"export_code=True: {type(config).__name__} was defined outside of hf_hybrid_ssm, and only the code "
+                "of this package is exported."
+            )
+    elif export_code:
+        check_exportable(config.model_type, model, folder)
+        config.auto_map = auto_map_of(config.model_type)
+    elif hasattr(config, "auto_map"):
+        del config.auto_map
+
+
+def save_configuration(
+    config: Any, usual: Callable[..., None], folder: str | os.PathLike, push_to_hub: bool = False, **options: Any
+) -> None:
+    """`save_pretrained` of a configuration with an `auto_map`, with the code that it names where that is ours."""
+    if not _is_ours(config):
+        usual(folder, push_to_hub=push_to_hub, **options)
+        return
+    config.auto_map = auto_map_of(config.model_type)
+    usual(folder)
+    write_code(folder, config.model_type)
+    if push_to_hub:
+        config.push_to_hub(options.pop("repo_id", Path(folder).name), **options)
+
+
+def _is_ours(config: Any) -> bool:
+    """Whether its class is this package's own, and not derived elsewhere."""
+    return type(config).__module__.startswith("hf_hybrid_ssm.")
+
+
 def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
     """A ValueError if a model is not of that family, or the folder has Python files that were not exported."""
     family = _exportable(model_type)
@@ -111,7 +153,7 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
 def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _exportable(model_type)
-    modules = needed_modules(sorted({family.module_of[name] for name in family.names}))
+    modules = needed_modules(sorted({family.module_of[name] for name in family.names} | {VERSIONS}))
     own, own_level = _file_of_class(family, family.config), family.package.split(".")[1]
 
     def file_of(module: str) -> str:
@@ -132,6 +174,7 @@ def code_of(model_type: str) -> dict[str, str]:
         return rest[-1] if is_listed else f"layers_{rest[0]}"
 
     texts = flatten(modules, file_of)
+    texts["model_parts"] += "\nwarn_of_untested_transformers(transformers.__version__)\n"
     heads = dict(place.split(".") for place in auto_map_of(model_type).values() if not place.startswith(f"{own}."))
     named = "\n".join(f"    from .{file} import {name}  # noqa: F401" for file, name in sorted(heads.items()))
     texts[own] = f"from typing import TYPE_CHECKING\n\n{texts[own]}\n\n{NAMED}\n{named}\n"

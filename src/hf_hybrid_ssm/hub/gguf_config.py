@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 from hf_hybrid_ssm.hub.gguf_header import GgufHeader
-from hf_hybrid_ssm.models.saved_configuration import check_sizes
+from hf_hybrid_ssm.hub.saved_configuration import check_sizes
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
 """Architecture of a GGUF file → `model_type` in transformers. Another one is a line here once its keys, its tensors

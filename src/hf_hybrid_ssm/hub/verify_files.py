@@ -11,7 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, is_delta, read_delta
 from hf_hybrid_ssm.hub.reading import check_readable, read_bytes, read_json, read_text
-from hf_hybrid_ssm.models.saved_configuration import check_sizes
+from hf_hybrid_ssm.hub.saved_configuration import check_sizes
 
 LARGEST_CONFIG = 16 << 20  # bytes
 INDEX = ".safetensors.index.json"

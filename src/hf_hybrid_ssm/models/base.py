@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -29,13 +29,9 @@ from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.tested_versions import warn_of_untested_transformers
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
-
-# here, so that exported code, which does not import the package, does not warn
-warn_of_untested_transformers(transformers.__version__)
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -178,13 +174,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        *args: Any,
-        teacher: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; a folder with a missing or truncated weight file is refused by the file's name, before
         any is read.
 
@@ -196,20 +186,10 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
                 layers is in the checkpoint, which holds another stack.
         """
-        if HOOKS.delta_arguments is not None:
-            if (arguments := HOOKS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
-                loaded = super().from_pretrained(None, *args, **arguments)
-                model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info
-                model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
-                return loaded
-        elif teacher is not None:
-            raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
-        reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
-        is_usual = not reads_others and kwargs.get("use_safetensors") is not False
-        if HOOKS.check_weight_files is not None and is_usual:
-            HOOKS.check_weight_files(pretrained_model_name_or_path)
+        load = super().from_pretrained
+        load = load if HOOKS.load is None else partial(HOOKS.load, load)
         tells = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
             model._refuse_to_be_new(pretrained_model_name_or_path, info["missing_keys"])
         return (model, info) if tells else model
@@ -239,26 +219,17 @@ class HybridPreTrainedModel(PreTrainedModel):
         package, `False` leaves it out. By default a model that was loaded from a folder with code is saved with code,
         so that it still loads where this package is not installed.
         """
-        self._set_code(export_code, save_directory)
+        self._choose_code(export_code, save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def push_to_hub(self, repo_id: str, *args: Any, export_code: bool | None = None, **kwargs: Any) -> str:
         """As in transformers; for `export_code` see `save_pretrained`."""
-        self._set_code(export_code)
+        self._choose_code(export_code)
         return super().push_to_hub(repo_id, *args, **kwargs)
 
-    def _set_code(self, export_code: bool | None, folder: str | os.PathLike | None = None) -> None:
-        exporter = None if export_code is None else self.config.code_exporter
-        if export_code and exporter is None and getattr(self.config, "auto_map", None) is None:
-            raise ValueError(
-                f"export_code=True: {type(self.config).__name__} was defined outside of hf_hybrid_ssm, and only the "
-                "code of this package is exported."
-            )
-        if exporter is not None and export_code:
-            exporter.check_exportable(self.config.model_type, self, folder)
-            self.config.auto_map = exporter.auto_map_of(self.config.model_type)
-        elif exporter is not None and hasattr(self.config, "auto_map"):
-            del self.config.auto_map
+    def _choose_code(self, export_code: bool | None, folder: str | os.PathLike | None = None) -> None:
+        if HOOKS.choose_code is not None and export_code is not None:
+            HOOKS.choose_code(self, export_code, folder)
 
 
 def _matching(plan: dict[str, str] | None, names: set[str]) -> dict[str, str]:

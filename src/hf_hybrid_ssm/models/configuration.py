@@ -7,14 +7,10 @@ import math
 import os
 import reprlib
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from types import ModuleType
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from transformers import PreTrainedConfig
-
-from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # Types of layers whose cache holds named states, of a recurrence or with the keys of all tokens. They are here rather
 # than beside the cache, since configurations do without torch.
@@ -44,24 +40,23 @@ DERIVED: Any = None
 
 @dataclasses.dataclass
 class Hooks:
-    """What the levels above models add to loading and saving, filled in by `hf_hybrid_ssm.auto`: models import nothing
-    from above. In exported code they stay empty, for a folder's code runs alone.
+    """What the levels above models add to loading, saving and generation, filled in by `hf_hybrid_ssm.auto`: models
+    import nothing from above. In exported code they stay empty, for a folder's code runs alone.
 
     Args:
-        code_exporter: configuration class → the module that writes its code beside a checkpoint, with `auto_map_of`,
-            `check_exportable` and `write_code`; None for a class whose code is not exported.
-        check_weight_files: raises a ValueError if the weight files of a folder are incomplete.
-        delta_arguments: folder, teacher and the keywords of `from_pretrained` → the keywords that load a delta with
-            its teacher; None if the folder holds no delta.
-        prefix_cache_of_process: the cache of states by prefix that `generate` uses where it is given none; None if
-            this process has none.
+        check_configuration: raises a ValueError if a saved configuration, of a class, holds what it may not.
+        load: `from_pretrained` of transformers and its arguments → a model and what `output_loading_info` tells.
+        generate: model, its `generate`, a cache of prefixes or None, arguments → what `generate` returns.
+        save_configuration: configuration with an `auto_map`, its `save_pretrained`, arguments → None.
+        choose_code: model, whether its code is to be saved with it, folder or None → None.
         register_layer_types: gives transformers' caches a layer for each of `STATE_LAYER_TYPES`.
     """
 
-    code_exporter: Callable[[type], ModuleType | None] | None = None
-    check_weight_files: Callable[[Any], None] | None = None
-    delta_arguments: Callable[[Any, Any, dict[str, Any]], dict[str, Any] | None] | None = None
-    prefix_cache_of_process: Callable[[], Any] | None = None
+    check_configuration: Callable[[Any, type], None] | None = None
+    load: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+    generate: Callable[..., Any] | None = None
+    save_configuration: Callable[..., None] | None = None
+    choose_code: Callable[..., None] | None = None
     register_layer_types: Callable[[], None] | None = None
 
 
@@ -82,25 +77,23 @@ def _warn_once(message: str) -> None:
 class SavedWithCode(_Mixed):
     """A configuration that takes along the code of its models; placed before `PreTrainedConfig`."""
 
-    model_type: ClassVar[str]
-
-    @property
-    def code_exporter(self) -> ModuleType | None:
-        """Who writes the code of this configuration's family beside it; None if nobody does."""
-        exporter_of = HOOKS.code_exporter
-        return None if exporter_of is None else exporter_of(type(self))
-
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
-        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
-        if exporter is None:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-            return
-        self.auto_map = exporter.auto_map_of(self.model_type)
-        super().save_pretrained(save_directory)
-        exporter.write_code(save_directory, self.model_type)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+        save = super().save_pretrained
+        if HOOKS.save_configuration is not None and getattr(self, "auto_map", None):
+            save = partial(HOOKS.save_configuration, self, save)
+        save(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers: the configuration, and the unused keyword arguments if asked.
+
+        Raises:
+            ValueError: what is saved may not be (see `hf_hybrid_ssm.hub.saved_configuration`).
+        """
+        if HOOKS.check_configuration is not None:
+            HOOKS.check_configuration(config_dict, cls)
+        return super().from_dict(config_dict, **kwargs)
 
 
 class HybridConfigMixin(SavedWithCode):
@@ -209,16 +202,6 @@ class HybridConfigMixin(SavedWithCode):
         if "layer_types" in self.__dataclass_fields__:
             output[SAVED_LAYER_TYPES] = output.pop("layer_types")
         return output
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers: the configuration, and the unused keyword arguments if asked.
-
-        Raises:
-            ValueError: what is saved may not be (see `check_saved_configuration`).
-        """
-        check_saved_configuration(config_dict, cls)
-        return super().from_dict(config_dict, **kwargs)
 
     def validate_layer_type(self) -> None:
         """Overridden by configurations whose `layer_types` is a field."""

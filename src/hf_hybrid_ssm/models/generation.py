@@ -6,22 +6,19 @@ to finished rows, and their states do not change. While no row has ended nothing
 away nothing needs to.
 """
 
-import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Cache, CompileConfig, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache import fit_cache, has_forgotten, let_assistant_forget
-from hf_hybrid_ssm.models.compiled import renew_if_changed
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.outputs import CACHE, OLD, by_both_cache_names, take_cache, with_both_names
 
-logger = logging.getLogger(__name__)
 # what `generate` needs itself, and hands on to every step as well
 OF_GENERATE = ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")
 ADDS_FULL_MASKS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
@@ -82,19 +79,10 @@ class HybridGenerationMixin(_Mixed):
             prefix_cache (`hf_hybrid_ssm.serving.PrefixCache`, *optional*): states of earlier texts. The longest that
                 this one begins with is continued; those of this text are added.
         """
-        if self.continues_texts:
-            if prefix_cache is not None and not hasattr(prefix_cache, "generate"):
-                raise TypeError(f"prefix_cache must be a PrefixCache, got {type(prefix_cache).__name__}.")
-            if prefix_cache is None and HOOKS.prefix_cache_of_process is not None:
-                prefix_cache = HOOKS.prefix_cache_of_process()
-                reason = None if prefix_cache is None else prefix_cache.why_not(self, args, kwargs)
-                if reason is not None:
-                    say_once(reason)
-                    prefix_cache = None
-            if prefix_cache is not None:
-                return prefix_cache.generate(self, self._generate, args, kwargs)
-        elif prefix_cache is not None:
+        if prefix_cache is not None and not self.continues_texts:
             kwargs["prefix_cache"] = prefix_cache  # which transformers refuses by its name
+        elif HOOKS.generate is not None and self.continues_texts:
+            return HOOKS.generate(self, self._generate, prefix_cache, args, kwargs)
         return self._generate(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +93,10 @@ class HybridGenerationMixin(_Mixed):
         finally:
             _CALL.reset(token)
 
-    def get_compiled_call(self, compile_config: CompileConfig | None) -> Any:
-        """As in transformers; after a change of modules that torch was told not to look at, compiled anew."""
-        if compile_config is not None:
-            renew_if_changed(self, compile_config)
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """As in transformers; settings of `hf_hybrid_ssm.compiled_decoding` look at the modules first."""
+        if hasattr(compile_config, "renew_if_changed"):
+            compile_config.renew_if_changed(self)
         return super().get_compiled_call(compile_config)
 
     @by_both_cache_names
@@ -226,9 +214,3 @@ class HybridGenerationMixin(_Mixed):
     def init_continuous_batching(self) -> Any:
         """`transformers serve` asks for it, and generates request by request where it is missing."""
         raise AttributeError
-
-
-@lru_cache(maxsize=64)
-def say_once(reason: str) -> None:
-    """Warn that a cache of prefixes steps aside: a text that is read anew looks like any other."""
-    logger.warning("prefix_cache does not serve a call of generate, which reads its whole text: %s", reason)

@@ -19,8 +19,8 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.compiled import OF_ADAPTERS
 from hf_hybrid_ssm.hub.fingerprint import bytes_of, fingerprint_of
-from hf_hybrid_ssm.models.compiled import OF_ADAPTERS
 
 # parts of the names of what changes neither a state nor what follows from it
 WITHOUT_EFFECT = (

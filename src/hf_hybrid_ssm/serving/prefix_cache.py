@@ -8,6 +8,7 @@ answer differently from how it was generated goes back to the copy before the fi
 
 import copy
 import hashlib
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -20,13 +21,13 @@ import torch
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.models.generation import say_once
 from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.models.state_layers import own_tensor
 from hf_hybrid_ssm.serving.model_identity import identity_now
 from hf_hybrid_ssm.serving.prefix_folder import PrefixFolder
 from hf_hybrid_ssm.serving.prefix_request import Request
 
+logger = logging.getLogger(__name__)
 VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE"
 FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
 DEFAULT_BYTES = 2**30
@@ -258,6 +259,31 @@ def _tensors(cache: Cache) -> Iterator[torch.Tensor]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+@lru_cache(maxsize=64)
+def say_once(reason: str) -> None:
+    """Warn that a cache of prefixes steps aside: a text that is read anew looks like any other."""
+    logger.warning("prefix_cache does not serve a call of generate, which reads its whole text: %s", reason)
+
+
+def generate(model: Any, usual: Callable, prefix_cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`usual(*args, **kwargs)`, the `generate` of a model, through a cache of prefixes; None: through that of the
+    process, where there is one that can serve this call.
+
+    Raises:
+        TypeError: it is no `PrefixCache`.
+    """
+    if prefix_cache is None:
+        prefix_cache = of_process()
+        reason = None if prefix_cache is None else prefix_cache.why_not(model, args, kwargs)
+        if reason is not None:
+            say_once(reason)
+        if prefix_cache is None or reason is not None:
+            return usual(*args, **kwargs)
+    if not hasattr(prefix_cache, "generate"):
+        raise TypeError(f"prefix_cache must be a PrefixCache, got {type(prefix_cache).__name__}.")
+    return prefix_cache.generate(model, usual, args, kwargs)
 
 
 def of_process() -> PrefixCache | None:

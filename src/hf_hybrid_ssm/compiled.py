@@ -34,19 +34,21 @@ def compiled_decoding(**options: Any) -> CompileConfig:
     """
     if HAS_FILTERS:
         options = {"guard_filter_fn": outside_of_modules} | options
-    config = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
+    config = _CompiledDecoding(fullgraph=True, dynamic=False, mode=None, options=options)
     config._compile_all_devices = True  # transformers compiles for accelerators alone
     return config
 
 
-def renew_if_changed(model: nn.Module, config: CompileConfig) -> None:
-    """Have torch forget its programs if modules are not what they were when this model was last compiled with settings
-    that leave guards on modules out."""
-    if (config.options or {}).get("guard_filter_fn") is outside_of_modules:
-        now = [_what_guards_would_see(module) for module in model.modules()]
-        if vars(model).get("_compiled_modules", now) != now:
-            torch.compiler.reset()
-        vars(model)["_compiled_modules"] = now
+class _CompiledDecoding(CompileConfig):
+    """`generate` asks it to look at the modules in place of guards that are left out."""
+
+    def renew_if_changed(self, model: nn.Module) -> None:
+        """Have torch forget its programs if modules are not what they were when this model was last compiled so."""
+        if (self.options or {}).get("guard_filter_fn") is outside_of_modules:
+            now = [_what_guards_would_see(module) for module in model.modules()]
+            if vars(model).get("_compiled_modules", now) != now:
+                torch.compiler.reset()
+            vars(model)["_compiled_modules"] = now
 
 
 def _what_guards_would_see(module: nn.Module) -> tuple[Any, ...]:

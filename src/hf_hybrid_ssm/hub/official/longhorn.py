@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from hf_hybrid_ssm.hub.official.state_dict import check_tokens, load_state_dict_strict, read_checkpoint
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
-from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict, read_checkpoint
 
 GPT2_VOCABULARIES = (50257, 50304)  # as it is, and padded as the official train.py does
 

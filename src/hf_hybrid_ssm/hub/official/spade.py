@@ -1,5 +1,5 @@
 """Official SPADE checkpoints → a folder that `from_pretrained` loads: language models (fairseq) by the rules below,
-and the encoder-decoder of namisan/mt-dnn by those of `convert_official_seq2seq`.
+and the encoder-decoder of namisan/mt-dnn by those of `spade_seq2seq`.
 
     hf-hybrid-ssm convert spade IN OUT [--eos-token-id 2] [--set sliding_window=512]
 
@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.official_state_dict import (
+from hf_hybrid_ssm.hub.official import spade_seq2seq
+from hf_hybrid_ssm.hub.official.s4 import known_settings, renamed, rules_of, sizes_of_systems
+from hf_hybrid_ssm.hub.official.state_dict import (
     Rule,
     check_tokens,
     load_state_dict_strict,
     our_name,
     read_checkpoint,
 )
-from hf_hybrid_ssm.models.spade import convert_official_seq2seq
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.convert_official_s4 import known_settings, renamed, rules_of, sizes_of_systems
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
 
@@ -176,8 +176,8 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM | SpadeFor
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
     """
     official, settings = read_checkpoint(source)
-    if convert_official_seq2seq.is_encoder_decoder(official):
-        return convert_official_seq2seq.convert(official, Path(source).with_name("config.json"), **overrides)
+    if spade_seq2seq.is_encoder_decoder(official):
+        return spade_seq2seq.convert(official, Path(source).with_name("config.json"), **overrides)
     converted = convert_state_dict(official)
     model = SpadeForCausalLM(infer_config(converted, settings, **overrides))
     load_state_dict_strict(model, converted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.official_state_dict import Rule, our_name
+from hf_hybrid_ssm.hub.official.state_dict import Rule, our_name
 
 KERNEL_TENSORS = ("C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L")
 
