@@ -17,7 +17,7 @@ import transformers
 from transformers import Cache, CompileConfig, GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache import fit_cache, has_forgotten, let_assistant_forget
-from hf_hybrid_ssm.models.compiled import renew_if_changed
+from hf_hybrid_ssm.models.compiled import kept_or_renewed
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.outputs import CACHE, OLD, by_both_cache_names, take_cache, with_both_names
 
@@ -106,10 +106,9 @@ class HybridGenerationMixin(_Mixed):
             _CALL.reset(token)
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Any:
-        """As in transformers; after a change of modules that torch was told not to look at, compiled anew."""
-        if compile_config is not None:
-            renew_if_changed(self, compile_config)
-        return super().get_compiled_call(compile_config)
+        """As in transformers; of `compiled_decoding` one that is kept, and compiled anew after a change of modules."""
+        compiled = super().get_compiled_call(compile_config)
+        return compiled if compile_config is None else kept_or_renewed(self, compile_config, compiled)
 
     @by_both_cache_names
     def prepare_inputs_for_generation(
