@@ -1,11 +1,13 @@
 """Compiled decoding on a CPU: the settings with which `generate` of transformers compiles its step once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import CompileConfig
+
+from hf_hybrid_ssm.kept_programs import CAN_KEEP, KeptStep
 
 INSIDE = "._modules["
 OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -19,12 +21,13 @@ def compiled_decoding(**options: Any) -> CompileConfig:
         model.generate(**inputs, cache_implementation="static", max_cache_len=4096, compile_config=compiled_decoding())
 
     The prompt is read as always. The first token that this model writes takes as long as compiling does, a minute or
-    two for 30 layers; later calls of `generate` with the same batch size and `max_cache_len` find it compiled. torch
-    keeps what it made on disk (TORCHINDUCTOR_CACHE_DIR), so another process only traces the model again.
+    two for 30 layers; later calls of `generate` with the same batch size and `max_cache_len` find it compiled, and so
+    does another process, after some seconds: the program is kept in `programs` in the cache folder
+    (HF_HYBRID_SSM_CACHE), and what torch's backend made in TORCHINDUCTOR_CACHE_DIR. Both may be deleted. Versions of
+    torch that write no programs down (2.6, say) trace the model again in every process.
 
-    A step looks at its inputs, the cache, and whether the model trains and in which dtype, not at every module before
-    every token. Modules, their hooks, adapters and switches are looked at once in each call of `generate`, which
-    compiles anew where they changed. Weights may change.
+    The modules, hooks, adapters, switches and the cache are looked at once in each call of `generate`, which compiles
+    anew where they changed, not before every token. Weights may change.
 
     Args:
         options: of torch's inductor backend, such as `max_autotune=True`.
@@ -40,15 +43,24 @@ def compiled_decoding(**options: Any) -> CompileConfig:
 
 
 class _CompiledDecoding(CompileConfig):
-    """`generate` asks it to look at the modules in place of guards that are left out."""
+    """What `generate` asks for the program of its step."""
 
-    def renew_if_changed(self, model: nn.Module) -> None:
-        """Have torch forget its programs if modules are not what they were when this model was last compiled so."""
-        if (self.options or {}).get("guard_filter_fn") is outside_of_modules:
-            now = [_what_guards_would_see(module) for module in model.modules()]
-            if vars(model).get("_compiled_modules", now) != now:
-                torch.compiler.reset()
-            vars(model)["_compiled_modules"] = now
+    def kept_or_renewed(self, model: nn.Module, compiled: Callable) -> Callable:
+        """A program that is kept. Where torch keeps none, it forgets its programs if modules are not what they were
+        when this model was last compiled without guards on them."""
+        if (self.options or {}).get("guard_filter_fn") is not outside_of_modules:
+            return compiled
+        if CAN_KEEP and self.backend == "inductor":
+            return KeptStep(model, self, lambda: _renewed(model, compiled))
+        return _renewed(model, compiled)
+
+
+def _renewed(model: nn.Module, compiled: Callable) -> Callable:
+    now = [_what_guards_would_see(module) for module in model.modules()]
+    if vars(model).get("_compiled_modules", now) != now:
+        torch.compiler.reset()
+    vars(model)["_compiled_modules"] = now
+    return compiled
 
 
 def _what_guards_would_see(module: nn.Module) -> tuple[Any, ...]:

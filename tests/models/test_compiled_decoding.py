@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm import LowBitConfig, compiled_decoding
+from hf_hybrid_ssm import LowBitConfig, compiled_decoding, kept_programs
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import compiles, own_language_model, shallow_language_model
 
 pytestmark = compiles
@@ -115,11 +116,86 @@ def test_few_guards_look_into_modules():
     assert len(inside) > 500 and sum(inside) < len(inside) / 5
 
 
-def test_low_bits_by_inductor(tmp_path):
-    """Compiled indeed, by what torch compiles with: the text of weights of 4 bits."""
+@pytest.fixture
+def nothing_kept(tmp_path, monkeypatch):
+    """As another process begins, with an empty folder."""
+    monkeypatch.setenv("HF_HYBRID_SSM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_programs, "_programs", {})
+    return tmp_path / "cache" / "programs"
+
+
+def test_low_bits_by_inductor(tmp_path, nothing_kept, monkeypatch):
+    """Compiled indeed, by what torch compiles with: the text of weights of 4 bits, also by a program that was kept."""
     own_language_model("student: groups", wide=True).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=LowBitConfig(bits=4)).eval()
-    options = {"cache_implementation": "static", "compile_config": compiled_decoding()}
-    got = written(model, prompts(1, 9), 8, **options)
+
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=LowBitConfig(bits=4)).eval()
+
+    options = {"cache_implementation": "static", "max_cache_len": 40, "compile_config": compiled_decoding()}
+    model = loaded()
+    assert torch.equal(written(model, prompts(1, 9), 8, **options), written(model, prompts(1, 9), 8))
     assert hasattr(model, "_compiled_call")
-    assert torch.equal(got, written(model, prompts(1, 9), 8))
+    if not kept_programs.CAN_KEEP:
+        return
+    (kept,) = nothing_kept.iterdir()
+    monkeypatch.setattr(kept_programs, "_programs", {})
+    monkeypatch.delattr(kept_programs, "_made")  # a later process compiles nothing
+    other, before = loaded(), written(model, prompts(1, 5), 8)
+    assert torch.equal(written(other, prompts(1, 5), 8, **options), before)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.neg_()
+    changed = written(other, prompts(1, 5), 8, **options)
+    assert torch.equal(changed, written(other, prompts(1, 5), 8)) and not torch.equal(changed, before)
+    assert kept_programs._read(kept.name)
+    kept.chmod(0o666)  # others may write to it
+    assert kept_programs._read(kept.name) is None
+    kept.chmod(0o600)
+    monkeypatch.setattr(kept_programs, "_source", lambda module: "another version")
+    assert kept_programs._read(kept.name) is None
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert kept_programs._read(kept.name) is None
+
+
+def test_a_program_is_kept_for_what_is_traced():
+    """Its name is that of another model with the same modules and other weights, and no other's."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(scale=1.0):
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4)
+        model = peft.get_peft_model(own_language_model("longhorn", wide=True), lora).eval()
+        for module in model.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(scale)
+        return model
+
+    def key(model, dtype=torch.long, config=None):
+        return kept_programs._key(model, config or compiled_decoding(), {"input_ids": torch.ones(1, 1, dtype=dtype)})
+
+    def of(change):
+        model = own_language_model("longhorn")
+        change(model)
+        return key(model)
+
+    def others():
+        yield of(lambda model: None)
+        yield of(lambda model: model.double())
+        yield of(lambda model: model.train())
+        yield of(lambda model: model.requires_grad_(False))
+        yield of(lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.clone())))
+        yield of(lambda model: setattr(model.model, "norm", torch.nn.Identity()))
+        yield of(lambda model: model.model.norm.register_forward_hook(lambda module, args, output: -output))
+        yield of(lambda model: model.model.norm.register_forward_hook(lambda module, args, output: 2 * output))
+        yield of(lambda model: setattr(model.config, "rms_norm_eps", 0.5))
+        model = own_language_model("longhorn")
+        yield key(model, torch.int)
+        yield key(model, config=compiled_decoding(max_autotune=True))
+        with torch.inference_mode():
+            yield key(model)
+        with backend("reference"):
+            yield key(model)
+        yield from (key(adapted()), key(adapted(-1.0)))
+
+    once, again = list(others()), list(others())
+    assert once == again and len(set(once)) == len(once)

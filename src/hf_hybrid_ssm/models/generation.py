@@ -94,10 +94,11 @@ class HybridGenerationMixin(_Mixed):
             _CALL.reset(token)
 
     def get_compiled_call(self, compile_config: Any) -> Any:
-        """As in transformers; settings of `hf_hybrid_ssm.compiled_decoding` look at the modules first."""
-        if hasattr(compile_config, "renew_if_changed"):
-            compile_config.renew_if_changed(self)
-        return super().get_compiled_call(compile_config)
+        """As in transformers; of `hf_hybrid_ssm.compiled_decoding` a program that is kept."""
+        compiled = super().get_compiled_call(compile_config)
+        if hasattr(compile_config, "kept_or_renewed"):
+            return compile_config.kept_or_renewed(self, compiled)
+        return compiled
 
     @by_both_cache_names
     def prepare_inputs_for_generation(

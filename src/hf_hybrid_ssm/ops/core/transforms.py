@@ -38,8 +38,10 @@ def is_autocast_enabled(device_type: str) -> bool:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """No autocast on a device of this type."""
-    if device_type == "meta" or not (torch.compiler.is_compiling() or is_autocast_enabled(device_type)):
+    """No autocast on a device of this type. `torch.compile` guards on whether there is any, and keeps on disk only
+    what it made of a graph that switches none off; an exported program may run in either."""
+    runs_in_either = is_exporting() or (torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling())
+    if device_type == "meta" or not (runs_in_either or is_autocast_enabled(device_type)):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
