@@ -136,13 +136,6 @@ def test_layers_go_one_after_the_other():
     assert ranking.layers == gone[::-1]
 
 
-def test_groups_after_a_text_in_windows_are_those_of_whole_layers():
-    """All groups of a layer windowed are the layer windowed, where the start of the prompt is read in windows too."""
-    teacher = recalling(num_attention_heads=2, num_key_value_heads=2)
-    assert rank_by_recall(teacher, WINDOW, of_groups=True).layers[0] == (RECALLS, 0)
-    assert rank_by_recall(teacher, window=WINDOW).layers[0] == RECALLS
-
-
 def test_many_layers_go_by_thirds(monkeypatch):
     """Of twelve the four least needed at once, then one at a time; of two that are needed alike the lower stays."""
     asked = []
@@ -358,12 +351,9 @@ def test_a_ranking_is_the_same_for_the_same_seed():
 
 
 def test_a_teacher_without_recall_is_told_so():
-    with pytest.raises(ValueError, match=r'the teacher recalls .*% of the tokens.*Choose by "kl"'):
-        rank_by_recall(other(), window=8)
-    with pytest.raises(NoRecallError, match="ranking is noise"):
-        rank_by_recall(other(), 8, of_groups=True)
-    with pytest.raises(NoRecallError, match="ranking is noise"):
-        choose_layers(other(), Keep(2, "recall", window=8))
+    for by in ("recall", "group_recall"):
+        with pytest.raises(NoRecallError, match=r'the teacher recalls .*% of the tokens.*is noise. Choose by "kl"'):
+            choose_layers(other(), Keep(2, by, window=8))
     assert choose_layers(other(), Keep(2, "even")).layers == [1, 3]
 
 
@@ -402,8 +392,6 @@ def test_counts_are_of_layers_that_see_all_tokens():
     assert choose_layers(teacher, Keep(2)).layers == [1, 3]
     with pytest.raises(ValueError, match="count between 0 and 2"):
         choose_layers(teacher, Keep(3))
-    with pytest.raises(ValueError, match=r"names 0, but the teacher sees all tokens in the layers 1, 3\."):
-        choose_layers(teacher, Keep([0]))
 
 
 @pytest.mark.parametrize(

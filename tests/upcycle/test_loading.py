@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -127,13 +126,6 @@ def test_a_teacher_that_is_not_whole_is_refused_by_name(how, name, folder, tmp_p
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         load_teacher(copy)
     assert "\n" not in str(error.value)
-
-
-def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypatch):
-    path = write_gguf(tmp_path / "teacher.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"reading teacher\.gguf needs gguf: pip install 'gguf"):
-        load_teacher(path)
 
 
 def test_a_name_on_the_hub_is_the_folder_that_was_downloaded(folder, tmp_path, caplog):
