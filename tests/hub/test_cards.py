@@ -14,13 +14,7 @@ import yaml
 from _lib.documents import train_tokenizer
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
 
 from hf_hybrid_ssm import LonghornConfig, SpadeConfig
 from hf_hybrid_ssm.cli import main

@@ -12,17 +12,7 @@ from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM
 from hf_hybrid_ssm.students.teacher import attention_layers
 from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
 from tests.models import invariances as inv
-from tests.students.teachers import (
-    REFUSED,
-    SIZES,
-    TEACHERS,
-    full_layers,
-    masked,
-    student,
-    teacher,
-    tokens,
-    tolerance,
-)
+from tests.students.teachers import REFUSED, SIZES, TEACHERS, full_layers, masked, student, teacher, tokens, tolerance
 
 LENGTH = 24
 EVERY = pytest.mark.parametrize("name", TEACHERS)

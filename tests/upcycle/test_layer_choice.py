@@ -24,12 +24,7 @@ from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_s
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
 from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_by_recall, recall_of
-from hf_hybrid_ssm.upcycle.windowed_teacher import (
-    LayerReplay,
-    maskable,
-    window_mask,
-    windowed_groups,
-)
+from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups
 from tests.upcycle.recalling_teacher import LAYERS, READS_PREVIOUS, RECALLS, VOCAB, recalling_teacher
 from tests.upcycle.test_upcycle import EVERY, SIZES, teacher_of, tokens
 

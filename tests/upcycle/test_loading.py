@@ -94,11 +94,7 @@ KINDS = {
     "not here": (lambda folder: f"{folder}/a/b", FileNotFoundError, "there is no such folder or file"),
     "another file": (lambda folder: written(folder, b"PK\x03\x04"), ValueError, "no GGUF file"),
     "a model file": (lambda folder: save_teacher(folder) / "model.safetensors", ValueError, "no GGUF file"),
-    "GGUF files": (
-        lambda folder: written(folder, b"").parent,
-        FileNotFoundError,
-        "one of its GGUF files, such as ",
-    ),
+    "GGUF files": (lambda folder: written(folder, b"").parent, FileNotFoundError, "one of its GGUF files, such as "),
     "an adapter": (adapter, FileNotFoundError, "it is an adapter; merge it"),
     "incomplete weights": (incomplete, ValueError, "not a complete safetensors file"),
     "a student": (student, ValueError, "model_type='hybrid_student' .*Take another"),

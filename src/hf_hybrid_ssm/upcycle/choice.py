@@ -172,12 +172,7 @@ def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None, is_tried: b
 
 
 def _by_recall(
-    teacher: Teacher,
-    count: int,
-    window: int,
-    progress: Progress | None,
-    is_tried: bool,
-    of_groups: bool = False,
+    teacher: Teacher, count: int, window: int, progress: Progress | None, is_tried: bool, of_groups: bool = False
 ) -> LayerChoice:
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
