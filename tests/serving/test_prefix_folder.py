@@ -20,7 +20,7 @@ FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
 
 
 def files(folder):
-    return sorted(folder.glob(f"prefix-{'?' * 32}-{'?' * 32}.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    return sorted(folder.glob(f"prefix-{'?' * 32}-*-{'?' * 32}.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
