@@ -265,7 +265,3 @@ def test_a_step_makes_no_device_wait(variant, monkeypatch):
     with as_on_an_accelerator():
         paged.forward(tokens, places, requests)  # computes what is kept
     assert host_syncs(lambda: paged.forward(tokens, places + 1, requests)) == []
-
-
-def test_a_state_has_its_bytes():
-    assert StateSpec(0, "scan", (3, 4), torch.float64).num_bytes == 96
