@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,14 +29,14 @@ def edited(file: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def _of_config(message: str, **fields: object) -> Hostile:
+def _of(file: str, refusing: tuple[str, ...], message: str, **fields: object) -> Hostile:
     shown = ", ".join(f"{name}={value!r}"[:60] for name, value in fields.items())
-    return Hostile(shown, lambda folder, _: edited(folder / "config.json", **fields), message, ALL)
+    return Hostile(shown, lambda folder, _: edited(folder / file, **fields), message, refusing)
 
 
-def _of_tokenizer(message: str, **fields: object) -> Hostile:
-    shown = ", ".join(f"{name}={value!r}"[:60] for name, value in fields.items())
-    return Hostile(shown, lambda folder, _: edited(folder / "tokenizer.json", **fields), message, READING)
+_of_config = partial(_of, "config.json", ALL)
+_of_tokenizer = partial(_of, "tokenizer.json", READING)
+_of_weights = partial(_of, "config.json", CHECKING)
 
 
 def _pipe(name: str, refusing: tuple[str, ...], message: str = "not a regular file") -> Hostile:
@@ -82,22 +83,11 @@ def _part(folder: Path, _: Path) -> None:
     edited(folder / "config.json", transformers_weights="other.safetensors")
 
 
-def _named_weights(name: str, message: str) -> Hostile:
-    def change(folder: Path, _: Path) -> None:
-        edited(folder / "config.json", transformers_weights=name)
-
-    return Hostile(f"transformers_weights={name!r}", change, message, CHECKING)
-
-
 def _adapter(kind: str, message: str) -> Hostile:
     def change(folder: Path, _: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
 
     return Hostile(f"an adapter of {kind} without weights", change, message, CHECKING)
-
-
-def _beams(folder: Path, _: Path) -> None:
-    edited(folder / "generation_config.json", num_beams=10**9)
 
 
 def _card_from_outside(folder: Path, outside: Path) -> None:
@@ -122,6 +112,8 @@ def _template(folder: Path, outside: Path) -> None:
     (folder / "additional_chat_templates" / "default.jinja").symlink_to(outside / "private.jinja")
 
 
+PADDING = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "x"}
 GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 INSIDE = "which transformers has inside"
 HOSTILE = (
@@ -156,25 +148,15 @@ HOSTILE = (
     _of_tokenizer("normalizer can make more", normalizer={"type": "Sequence", "normalizers": [GROWING] * 9}),
     _of_tokenizer("decoder can make more", decoder={"type": "Sequence", "decoders": [GROWING] * 9}),
     _of_tokenizer("normalizer cannot be read", normalizer={"type": "Replace"}),
-    _of_tokenizer(
-        "pads each text to 1,000,000,000",
-        padding={
-            "strategy": {"Fixed": 10**9},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "x",
-        },
-    ),
-    Hostile("a billion beams", _beams, "num_beams=1000000000 is beyond", READING),
+    _of_tokenizer("pads each text to 1,000,000,000", padding=PADDING),
+    _of("generation_config.json", READING, "num_beams=1000000000 is beyond", num_beams=10**9),
     _weights(torch.int8, "I8"),
     _weights(torch.bool, "BOOL"),
     _weights(torch.int64, "I64"),
     Hostile("transformers_weights names a part", _part, "left from another save", READING),
-    _named_weights("missing.safetensors", "missing.safetensors is missing"),
-    _named_weights("../other.safetensors", "config.json.*must name a file of the folder"),
-    _named_weights("other.bin", "config.json.*must name a file of the folder"),
+    _of_weights("missing.safetensors is missing", transformers_weights="missing.safetensors"),
+    _of_weights("config.json.*must name a file of the folder", transformers_weights="../other.safetensors"),
+    _of_weights("config.json.*must name a file of the folder", transformers_weights="other.bin"),
     _adapter("LORA", "adapter_model.safetensors is missing"),
     _adapter("XLORA", "peft_type='XLORA'"),  # which names other adapters
     _pipe("config.json", ALL),

@@ -97,11 +97,6 @@ def test_generate_samples_by_seed_and_reads_the_input(checkpoint, capsys, monkey
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_generate_without_a_prompt_begins_a_text(checkpoint, capsys):
-    assert main(["generate", str(checkpoint), "--prompt", "", "--max-new-tokens", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["new_tokens"] in (1, 2, 3)
-
-
 # -- check ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """The commands on a delta: each says what it needs, and with its teacher does what it does with a whole model."""
 
 import json
-import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -70,13 +69,6 @@ def test_check(made, tmp_path, capsys):
     assert "is not the teacher of" in capsys.readouterr().err
     assert main(["check", str(made / "whole"), "--teacher", str(other)]) == 1
     assert "is for a delta" in capsys.readouterr().err
-
-
-def test_card(made, tmp_path, capsys):
-    copy = shutil.copytree(made / "delta", tmp_path / "copy")
-    assert main(["card", str(copy)]) == 0
-    text = (copy / "README.md").read_text()
-    assert "## Teacher" in text and "`teacher.gguf`" in text and "hf-hybrid-ssm export copy --full OUT" in text
 
 
 def test_export_writes_the_whole_model(made, tmp_path, capsys):

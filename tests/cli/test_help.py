@@ -1,7 +1,6 @@
 """What the help of every command looks like: one form, whoever wrote it."""
 
 import argparse
-import ast
 import importlib
 import re
 
@@ -9,7 +8,7 @@ import pytest
 
 from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import COMMANDS, TASKS, main
-from hf_hybrid_ssm.cli.recipe import recipe_names, recipes_folder
+from hf_hybrid_ssm.cli.recipe import recipe_names
 
 
 def parser_of(command):
@@ -66,12 +65,3 @@ def test_recipes_are_short_unless_more_is_asked_for(capsys, monkeypatch):
     assert "longhorn/books_cpu" not in shown[()] and "--all" in shown[()]
     assert "  longhorn/books_cpu " in shown[("--all",)] and max(map(len, shown[("--all",)].splitlines())) <= 110
     assert " ...\n" in shown[("--all",)] and len(shown[("--all", "--long")]) > len(shown[("--all",)])
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_the_first_line_of_a_recipe_fits_on_one_of_a_terminal(name):
-    doc = ast.get_docstring(ast.parse((recipes_folder() / f"{name}.py").read_text(encoding="utf-8")))
-    first, _, rest = doc.partition("\n")
-    room = 80 - 4 - max(map(len, recipe_names()))
-    assert re.match(r"[A-Z][\w-]+,? ", first) and first.endswith(".") and len(first) <= room, first
-    assert not rest or rest.startswith("\n")

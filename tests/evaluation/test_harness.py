@@ -11,9 +11,9 @@ import yaml
 from _lib.documents import train_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import evaluate
 from tests import processes
+from tests.cli.folders import save_checkpoint
 from tests.tiny_models import config_of
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -23,10 +23,7 @@ ROWS = [{"question": "one two", "choices": [" three", " apple"], "label": 0}] * 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
-    tokenizer = train_tokenizer(["one two three apple"], 300)
-    config = LonghornConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
-    LonghornForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_checkpoint(folder / "model")
     write_task(folder)
     return folder
 

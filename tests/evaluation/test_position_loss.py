@@ -4,24 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import binomtest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm import BstConfig, BstForCausalLM, LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import loss_by_position, mean_by_position, teacher_scored_generation, wilson_interval
 from hf_hybrid_ssm.planning.measurement import cache_bytes
+from tests.tiny_models import config_of, language_model, own_language_model
 
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
-HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 256}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)),
-    "longhorn": lambda: LonghornForCausalLM(LonghornConfig(**SIZES, state_size=4)),
-    "bst": lambda: BstForCausalLM(BstConfig(**SIZES, **HEADS, head_dim=8, sliding_window=6, ssm_state_size=4)),
-}
+MODELS = ("longhorn", "bst sh s4d", "student: windows and a full layer")
 
 
-def model_of(name):
-    torch.manual_seed(0)
-    return MODELS[name]().eval()
+def teacher():
+    return language_model("student: groups")
 
 
 def text(rows=2, length=41):
@@ -31,14 +24,14 @@ def text(rows=2, length=41):
 @pytest.mark.parametrize("piece", [1, 7, 40, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_pieces_give_the_loss_of_the_whole(name, piece):
-    model, ids = model_of(name), text()
+    model, ids = language_model(name), text()
     with torch.no_grad():
         wanted = F.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     torch.testing.assert_close(loss_by_position(model, ids, piece), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch):
-    model, sizes = model_of("bst"), []
+    model, sizes = own_language_model("bst sh s4d"), []
     forward = model.forward
 
     def watched(*given, **named):
@@ -53,9 +46,9 @@ def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch):
 
 
 def test_the_mode_of_a_model_stays():
-    model = model_of("bst").train()
+    model = own_language_model("bst sh s4d").train()
     loss_by_position(model, text())
-    teacher_scored_generation(model, model_of("llama"), text(), 2)
+    teacher_scored_generation(model, teacher(), text(), 2)
     assert model.training
 
 
@@ -70,27 +63,27 @@ def test_means_between_positions():
 @pytest.mark.parametrize("seed", [None, 3])
 def test_the_teacher_scores_what_a_model_writes(seed):
     """Against generate() and one forward; drawn alike for one seed, otherwise not."""
-    student, teacher, prompts = model_of("longhorn"), model_of("llama"), text(2, 5)
-    found = teacher_scored_generation(student, teacher, prompts, 12, seed)
+    student, prompts = language_model("longhorn"), text(2, 5)
+    found = teacher_scored_generation(student, teacher(), prompts, 12, seed)
     assert found.shape == (2, 12)
-    assert torch.equal(found, teacher_scored_generation(student, teacher, prompts, 12, seed))
+    assert torch.equal(found, teacher_scored_generation(student, teacher(), prompts, 12, seed))
     if seed is None:
         written = student.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         with torch.no_grad():
-            logits = teacher(written).logits[:, 4:-1]
+            logits = teacher()(written).logits[:, 4:-1]
         wanted = F.cross_entropy(logits.transpose(1, 2), written[:, 5:], reduction="none")
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     else:
-        assert not torch.equal(found, teacher_scored_generation(student, teacher, prompts, 12, seed + 1))
+        assert not torch.equal(found, teacher_scored_generation(student, teacher(), prompts, 12, seed + 1))
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: loss_by_position(model_of("llama"), text()[0]), r"input_ids \(41,\)"),
-        (lambda: loss_by_position(model_of("llama"), text(2, 1)), r"input_ids \(2, 1\)"),
-        (lambda: loss_by_position(model_of("llama"), text(), 0), "piece=0"),
-        (lambda: teacher_scored_generation(model_of("llama"), model_of("llama"), text(), 0), "new_tokens=0"),
+        (lambda: loss_by_position(teacher(), text()[0]), r"input_ids \(41,\)"),
+        (lambda: loss_by_position(teacher(), text(2, 1)), r"input_ids \(2, 1\)"),
+        (lambda: loss_by_position(teacher(), text(), 0), "piece=0"),
+        (lambda: teacher_scored_generation(teacher(), teacher(), text(), 0), "new_tokens=0"),
         (lambda: wilson_interval(3, 2), "right=3"),
         (lambda: wilson_interval(0, 0), "count=0"),
     ],
@@ -101,9 +94,9 @@ def test_misuse_is_named(call, words):
 
 
 def test_vocabularies_must_agree():
-    other = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 41}, **HEADS))
-    with pytest.raises(ValueError, match="vocab_size=40 of the model and 41"):
-        teacher_scored_generation(model_of("llama"), other, text(), 1)
+    other = AutoModelForCausalLM.from_config(config_of("longhorn", vocab_size=41))
+    with pytest.raises(ValueError, match="vocab_size=61 of the model and 41"):
+        teacher_scored_generation(teacher(), other, text(), 1)
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 60), (1, 60), (30, 60), (54, 60), (60, 60), (1, 2)])

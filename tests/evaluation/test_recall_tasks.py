@@ -8,13 +8,14 @@ from itertools import pairwise
 import pytest
 from _lib.documents import train_tokenizer
 from lm_eval.api.model import LM
+from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import RECALL_TASKS, evaluate
 from hf_hybrid_ssm.evaluation.recall_tasks import RECALL_FOLDER, questions, with_files, with_tag, words
 from hf_hybrid_ssm.evaluation.recall_tasks.documents import documents_of, score
 from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import QUESTIONS
+from tests.tiny_models import config_of
 
 WINDOW = 256
 MULTIPLES = [1, 2, 4]
@@ -136,9 +137,8 @@ def test_filler_may_be_a_file(tokenizer, tmp_path):
 
 def test_a_text_that_would_be_cut_is_refused(tokenizer, tmp_path):
     """By the length that the model's configuration gives, by model_args, and by that of a loaded model."""
-    config = LonghornConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
-    config.max_position_embeddings = 500
-    LonghornForCausalLM(config).save_pretrained(tmp_path)
+    config = config_of("longhorn", vocab_size=len(tokenizer), max_position_embeddings=500)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     options = {"metadata": {"multiples": [1, 2], "samples": 1}, "bootstrap_iters": 0, "device": "cpu"}
     with pytest.raises(ValueError, match="2 windows of 256 are 512 tokens, but the model reads 500"):

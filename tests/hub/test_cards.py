@@ -14,13 +14,7 @@ import yaml
 from _lib.documents import train_tokenizer
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
 
 from hf_hybrid_ssm import LonghornConfig, SpadeConfig
 from hf_hybrid_ssm.cli import main
@@ -29,6 +23,7 @@ from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 from hf_hybrid_ssm.students.initial import student_config
 from tests import processes
+from tests.students.teachers import SIZES
 from tests.tiny_models import OF_FAMILIES, build, config_of, language_model
 from tools.model_cards import preset_cards
 
@@ -302,9 +297,7 @@ STUDENTS = {
 def test_the_card_of_a_student_tells_its_plan(kind):
     """Windows and full layers where nothing is a state-space layer, a hybrid where something is."""
     given, words = STUDENTS[kind]
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-    teacher = LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)
-    config = student_config(teacher, **{"window": 9} | given)
+    config = student_config(LlamaConfig(**SIZES), **{"window": 9} | given)
     card = model_card(config, name="model", trained=True, base_model="owner/teacher")
     assert not [part for part in words if part not in card], card
     is_hybrid = any(layer.memory for layer in config.plan.layers)

@@ -95,10 +95,7 @@ INDEX, CODE = SAFE_WEIGHTS_INDEX_NAME, "modeling_longhorn.py"
 CUT_OFF = "is not a complete safetensors file"
 CHANGED = r"modeling_longhorn\.py was not written by export_code, or was changed since"
 DAMAGE = {
-    "cut": (
-        lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-5]),
-        CUT_OFF,
-    ),
+    "cut": (lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-5]), CUT_OFF),
     "a cut header": (lambda f: first_shard(f).write_bytes(b"\x07"), CUT_OFF),
     "pickled": (lambda f: first_shard(f).write_bytes(b"\x80\x04N."), CUT_OFF),
     "lost": (lambda f: first_shard(f).unlink(), "is missing"),

@@ -16,7 +16,7 @@ from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving import load_context, save_context
 from tests.cli.folders import TEXT, save_checkpoint
 from tests.models.invariances import TOLERANCE, pad_rows, random_ids, whole
-from tests.tiny_models import VARIANTS, language_model, own_language_model
+from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
 
 GROWING = {
     "longhorn + window and full attention": [2],
@@ -184,9 +184,7 @@ def book(path):
 
 
 def changed(**fields):
-    return type(language_model("spade s4 window"))(
-        type(language_model("spade s4 window").config)(**language_model("spade s4 window").config.to_dict() | fields)
-    ).eval()
+    return AutoModelForCausalLM.from_config(config_of("spade s4 window", **fields)).eval()
 
 
 def other_weights():
@@ -284,10 +282,7 @@ FORGED = {
     "a list": (lambda header, tensors: ([], tensors), "its fields are .* got list"),
     "a lacking field": (lambda header, _: header.pop("dtype") and None, "its fields are"),
     "nothing": (lambda header, _: (header, {}), "lacks layers.0"),
-    "text alone": (
-        lambda header, tensors: (header, {"tokens": tensors["tokens"]}),
-        "lacks layers.0",
-    ),
+    "text alone": (lambda header, tensors: (header, {"tokens": tensors["tokens"]}), "lacks layers.0"),
     "a lacking state": (lambda _, tensors: tensors.pop(next(iter(sorted(tensors)))) is None, "lacks|holds"),
     "another state": (lambda _, tensors: tensors.update({"layers.9.x": torch.zeros(1)}), r"holds layers\.9\.x"),
     "whole numbers": (of_state(lambda state: state.to(torch.int8)), "must have shape .* got .* torch.int8"),

@@ -11,12 +11,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.spade.modeling_spade import ScaleNorm
 from hf_hybrid_ssm.serving import context as contexts
-from hf_hybrid_ssm.serving.model_identity import (
-    architecture,
-    identity_now,
-    model_identity,
-    unknown_code,
-)
+from hf_hybrid_ssm.serving.model_identity import architecture, identity_now, model_identity, unknown_code
 from tests.models.invariances import random_ids
 from tests.tiny_models import VARIANTS, config_of, own_language_model
 

@@ -395,7 +395,9 @@ def test_a_cache_of_the_callers_own_is_refused():
         model.generate(random_ids(model, 1, 8), prefix_cache=PrefixCache(), cache=cache)
 
 
-@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_bytes": 1.5}, {"every": 0}, {"every": True}])
+@pytest.mark.parametrize(
+    "options", [{"max_bytes": 0}, {"max_bytes": 1.5}, {"every": 0}, {"every": True}, {"max_folder_bytes": 0}]
+)
 def test_bad_arguments(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}=.* must be a positive whole number"):
         PrefixCache(**options)

@@ -8,6 +8,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from hf_hybrid_ssm.models.outputs import CACHE
 from hf_hybrid_ssm.students.initial import choose_sink, first_token_ids, init_sinks, student_of
+from hf_hybrid_ssm.training.optim import parameter_groups
 from tests.students.teachers import (
     SIZES,
     TEACHERS,
@@ -22,6 +23,7 @@ from tests.students.teachers import (
 )
 
 LENGTH = 24
+SCALE, FLOOR = 0.3, 4
 EVERY = pytest.mark.parametrize("name", TEACHERS)
 
 
@@ -56,8 +58,9 @@ def first_tokens_states(model, ids):
 
 
 def with_windows_and_sinks(name, keep):
-    """A teacher with windows but in layers, or (layer, group), that are kept: softmax by its equation, a column for
-    the sink. Its queries are already turned by their positions; they are turned back, and by W + 1."""
+    """A teacher with windows but in layers, or (layer, group), that are kept, whose queries grow with their position
+    by 1 + a log(1 + ⌊(p + 1) / f⌋): softmax by its equation, a column for the sink. Its queries are already turned by
+    their positions; they are turned back, and by W + 1."""
     model = exactly(copy.deepcopy(teacher(name)))
     sinks, rotary = first_tokens_states(model, first_token_ids(SIZES["vocab_size"])), model.model.rotary_emb
     frequencies, scale, away = rotary.inv_freq.double(), rotary.attention_scaling, WINDOW + 1
@@ -68,8 +71,8 @@ def with_windows_and_sinks(name, keep):
         rank, layer = torch.arange(length), module.layer_idx
         heads = [layer in keep or (layer, head // shared) in keep for head in range(query.shape[1])]
         is_full = torch.tensor(heads)[:, None, None]
-        passed = torch.where(is_full[..., 0], (rank + 1) // (WINDOW + 2), 0)
-        logits = query * (1 + 0.1 * (1 + passed).log())[..., None] @ key.transpose(2, 3) * scaling
+        passed = torch.where(is_full[..., 0], (rank + 1) // FLOOR, 0)
+        logits = query * (1 + SCALE * (1 + passed).log())[..., None] @ key.transpose(2, 3) * scaling
         distance = rank[:, None] - rank
         logits = logits.masked_fill((distance < 0) | (~is_full & (distance > WINDOW)), -torch.inf)
         sink, own = (x.repeat_interleave(shared, 0) for x in sinks[layer])
@@ -93,7 +96,7 @@ def with_windows_and_sinks(name, keep):
 def test_equals_its_equation(name, keep):
     """In float64; transformers' norms and angles are of float32, and exact here."""
     ids = tokens(2, LENGTH)
-    new = student_of(teacher(name), keep=keep, window=WINDOW, attn_scale=0.1)
+    new = student_of(teacher(name), keep=keep, window=WINDOW, attn_scale=SCALE, floor_scale=FLOOR)
     sinks = [module.sink for module in new.base_model.modules() if hasattr(module, "sink")]
     assert len(sinks) == 3 + (len(keep) != 1)
     wanted = with_windows_and_sinks(name, keep)(ids).logits
@@ -101,28 +104,16 @@ def test_equals_its_equation(name, keep):
     torch.testing.assert_close(new(ids).logits, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi"])
-def test_a_sink_is_the_mean_first_key_not_yet_turned(name):
-    """`llama` has YaRN here, which scales keys, and `phi` turns half of a head."""
-    model = student_of(teacher(name), window=WINDOW)
-    init_sinks(model, torch.tensor([[5], [9]]))
-    keys = {}
-
-    class Look:
-        def attend(self, module, query, key, value, *others, **options):
-            keys[module.layer_idx] = key.mean(0)[:, 0]
-            return query.transpose(1, 2) * 0, None
-
-    ids = torch.tensor([[5], [9]])
-    model.base_model(ids, position_ids=torch.zeros_like(ids), student=Look())
-    module = model.base_model.layers[full_layers(name)[0]].self_attn
-    scale = getattr(model.base_model.rotary_emb, "attention_scaling", 1.0)
-    assert (scale > 1) == (name == "llama")
-    if full_layers(name)[0] == 0:  # those above have read other outputs of attention
-        torch.testing.assert_close(module.sink.key * scale, keys[0])
-
-
 def test_a_text_must_be_longer_than_the_window():
     """What the choice of a sink does is tested with whole students (`tests/upcycle/test_sinks.py`)."""
     with pytest.raises(ValueError, match="more than 7 tokens are needed"):
         choose_sink(student_of(teacher("llama"), window=WINDOW), tokens(2, 7))
+
+
+def test_sinks_are_not_decayed():
+    model = copy.deepcopy(student("qwen3", "constant")).requires_grad_(True)
+    groups = parameter_groups(model, weight_decay=0.1)
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    sinks = [parameter for name, parameter in model.named_parameters() if ".sink." in name]
+    assert sinks and {decay[id(parameter)] for parameter in sinks} == {0.0}
+    assert 0.1 in decay.values()

@@ -339,5 +339,6 @@ def test_folders_are_not_replaced_unasked(teachers, tmp_path):
 def test_the_card_says_whose_delta_it_is(teachers, tmp_path):
     delta = save_delta(student_of(teachers["folder"]), tmp_path, teachers["folder"])
     card = card_of_folder(tmp_path)
+    assert "## Teacher" in card and f"hf-hybrid-ssm export {tmp_path.name} --full OUT" in card
     assert f"`{delta.teacher}`" in card and f"`{delta.fingerprint}`" in card and "base_model" not in card
     assert f'teacher="{delta.teacher}")' in card and check_folder(tmp_path)["code"] == 0

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -95,11 +94,7 @@ KINDS = {
     "not here": (lambda folder: f"{folder}/a/b", FileNotFoundError, "there is no such folder or file"),
     "another file": (lambda folder: written(folder, b"PK\x03\x04"), ValueError, "no GGUF file"),
     "a model file": (lambda folder: save_teacher(folder) / "model.safetensors", ValueError, "no GGUF file"),
-    "GGUF files": (
-        lambda folder: written(folder, b"").parent,
-        FileNotFoundError,
-        "one of its GGUF files, such as ",
-    ),
+    "GGUF files": (lambda folder: written(folder, b"").parent, FileNotFoundError, "one of its GGUF files, such as "),
     "an adapter": (adapter, FileNotFoundError, "it is an adapter; merge it"),
     "incomplete weights": (incomplete, ValueError, "not a complete safetensors file"),
     "a student": (student, ValueError, "model_type='hybrid_student' .*Take another"),
@@ -127,13 +122,6 @@ def test_a_teacher_that_is_not_whole_is_refused_by_name(how, name, folder, tmp_p
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         load_teacher(copy)
     assert "\n" not in str(error.value)
-
-
-def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypatch):
-    path = write_gguf(tmp_path / "teacher.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"reading teacher\.gguf needs gguf: pip install 'gguf"):
-        load_teacher(path)
 
 
 def test_a_name_on_the_hub_is_the_folder_that_was_downloaded(folder, tmp_path, caplog):

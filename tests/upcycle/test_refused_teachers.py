@@ -3,12 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from transformers import (
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
-)
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 from hf_hybrid_ssm.upcycle import Keep, Teacher, upcycle
 from hf_hybrid_ssm.upcycle.teacher import check_config

@@ -34,17 +34,16 @@ def check_folder(folder: str | os.PathLike) -> dict[str, int]:
     where = Path(folder)
     tensors = check_saved(where)
     code = _check_code(where, read_config(where).get("auto_map") or {})
-    sizes = [size for of_file in tensors.values() for size in of_file.values()]
+    sizes = [_bytes(*tensor) for of_file in tensors.values() for tensor in of_file.values()]
     return {"tensors": len(sizes), "bytes": sum(sizes), "files": len(tensors), "code": code}
 
 
-def check_saved(folder: Path) -> dict[str, dict[str, int]]:
-    """`check_folder` without the code, which `export_code` may still have to write; weight file → name of a tensor →
-    bytes."""
+def check_saved(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
+    """`check_folder` without the code, which `export_code` may still have to write; gives `tensors_of`."""
     read_config(folder)
     check_readable(folder)
     _check_adapter(folder)
-    return check_weights(folder)
+    return tensors_of(folder)
 
 
 def read_config(folder: Path) -> dict:
@@ -75,13 +74,8 @@ def is_as_exported(path: Path) -> bool:
     return stated == hashlib.sha256(head + body).hexdigest().encode()
 
 
-def check_weights(folder: Path) -> dict[str, dict[str, int]]:
-    """Weight file → name of a tensor → bytes; the errors of `check_folder`."""
-    return {name: {key: _bytes(*of) for key, of in tensors.items()} for name, tensors in tensors_of(folder).items()}
-
-
 def check_weights_if_local(folder: object) -> None:
-    """The errors of `check_weights` for a folder of this machine that holds safetensors; nothing for other names."""
+    """The errors of `tensors_of` for a folder of this machine that holds safetensors; nothing for other names."""
     if not isinstance(folder, str | os.PathLike):
         return
     where = Path(folder)

@@ -9,6 +9,5 @@ model on fake tensors, which have shapes but no memory; `tests/test_planning.py`
 from hf_hybrid_ssm.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
-    __name__,
-    {"Plan": f"{__name__}.training_step", "Setup": f"{__name__}.setup", "plan": f"{__name__}.training_step"},
+    __name__, {"Plan": f"{__name__}.training_step", "Setup": f"{__name__}.setup", "plan": f"{__name__}.training_step"}
 )

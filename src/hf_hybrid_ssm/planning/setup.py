@@ -48,11 +48,6 @@ class Setup:
             raise ValueError(f"mixed_precision=True keeps the weights in float32; got dtype={self.dtype!r}.")
 
     @property
-    def tokens(self) -> int:
-        """Tokens of one forward on one device."""
-        return self.batch * self.length
-
-    @property
     def computing(self) -> int:
         """Bytes of a number that a projection returns."""
         return 2 if self.mixed_precision else DTYPE_BYTES[self.dtype]

@@ -1,34 +1,33 @@
 """States of the beginnings of texts in files, so that a conversation goes on after a restart.
 
-Each file is a context (`hf_hybrid_ssm.serving.context`) whose name tells which model it belongs to; what a file says
-is checked again when it is loaded. Processes may share a folder: files are whole or not there.
+Each file is a context (`hf_hybrid_ssm.serving.context`) whose name tells which model and which tokens it belongs to;
+what a file says is checked again when it is loaded. Processes may share a folder: files are whole or not there.
 """
 
 import contextlib
 import hashlib
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import Cache
 
 from hf_hybrid_ssm.serving.context import Context, load_context, write_context
 from hf_hybrid_ssm.serving.model_identity import model_identity
 
-NAME = re.compile(r"prefix-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")  # digests of the model and of the tokens
+# digest of the model, number of tokens, and their digest
+NAME = re.compile(r"prefix-([0-9a-f]{32})-([0-9]+)-[0-9a-f]{32}\.safetensors")
 
 
 class PrefixFolder:
     """Contexts in a folder, the least recently used of which are deleted when they have more than `max_bytes`.
 
-    Only files with a name that is given here (`prefix-`, two digests, `.safetensors`) are read, counted and deleted.
-    They hold the token ids of the texts, so a folder that is made here is the user's own to read.
+    Only files with a name that is given here (`prefix-`, a number between two digests, `.safetensors`) are read,
+    counted and deleted. They hold the token ids of the texts, so a folder that is made here is the user's own to read.
 
     Raises:
         NotADirectoryError: `path` is a file.
@@ -40,9 +39,8 @@ class PrefixFolder:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"folder={str(path)!r} is a file: name a folder, or one that is not there yet.")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._tokens: dict[str, torch.Tensor | None] = {}  # of a file; None: it is damaged, which was said once
+        self._damaged: set[str] = set()  # files of which that was said
         self._last: tuple[str, dict[str, Any]] = ("", {})  # the last model as this process and as a file names it
-        self._lock = threading.Lock()
 
     def longest(
         self, model: Any, identity: str, tokens: torch.Tensor, longer_than: int
@@ -52,29 +50,27 @@ class PrefixFolder:
         Warns:
             UserWarning: a file is damaged; another one serves, or none.
         """
-        group = _group(identity)
-        files = self._files()
-        with self._lock:  # of a file that is gone nothing is kept
-            self._tokens = {path.name: self._tokens[path.name] for path in files if path.name in self._tokens}
-        names = [path.name for path in files if _group_of(path) == group]
-        found = {name: ids for name in names if (ids := self._ids(name)) is not None}
-        fitting = [
-            (len(ids), name)
-            for name, ids in found.items()
-            if longer_than < len(ids) <= len(tokens) and torch.equal(tokens[: len(ids)], ids)
-        ]
-        for length, name in sorted(fitting, reverse=True):
+        fitting, files = [], self._files()
+        self._damaged &= {path.name for path in files}  # of a file that is gone nothing is kept
+        for path in files:
+            length = _length(path)
+            if longer_than < length <= len(tokens) and path.name == _name(identity, tokens[:length]):
+                fitting.append((length, path))
+        for length, path in sorted(fitting, reverse=True):
+            if path.name in self._damaged:
+                continue
             try:
-                context = load_context(self.path / name, model)
-                _check_plain(context, length)
+                context = load_context(path, model)
+                _check_plain(context, tokens[:length])
             except FileNotFoundError:  # another process needed its bytes
                 continue
             except (OSError, ValueError) as error:
-                self._is_damaged(name, error)
+                self._damaged.add(path.name)
+                warnings.warn(f"{path} does not serve: {error}", stacklevel=3)
                 continue
             with contextlib.suppress(OSError):  # it is gone, or is somebody else's
-                os.utime(self.path / name)
-            return context.cache, found[name]
+                os.utime(path)
+            return context.cache, tokens[:length]
         return None
 
     def write(self, model: Any, identity: str, tokens: torch.Tensor, cache: Cache) -> None:
@@ -85,15 +81,14 @@ class PrefixFolder:
         """
         if len(tokens) == 0:
             return
-        name = f"prefix-{_group(identity)}-{_digest(tokens.numpy().tobytes())}.safetensors"
+        name = _name(identity, tokens)
         try:
             if (self.path / name).is_file():
                 os.utime(self.path / name)
                 return
             named = self._named(identity, model)
             write_context(cache, self.path / name, model, named, {"tokens": tokens.unsqueeze(0)})
-            with self._lock:
-                self._tokens[name] = tokens
+            self._damaged.discard(name)
             self._delete_the_oldest(name)
         except (OSError, ValueError) as error:  # the answer is there, and must not be lost for it
             warnings.warn(f"{self.path / name} was not written: {error}", stacklevel=2)
@@ -108,33 +103,8 @@ class PrefixFolder:
 
     def _files(self) -> list[Path]:
         """Those of contexts; not a link, which may lead anywhere."""
-        named = (path for path in self.path.iterdir() if _group_of(path) is not None)
+        named = (path for path in self.path.iterdir() if NAME.fullmatch(path.name))
         return [path for path in named if path.is_file() and not path.is_symlink()]
-
-    def _ids(self, name: str) -> torch.Tensor | None:
-        with self._lock:
-            if name in self._tokens:
-                return self._tokens[name]
-        try:
-            with safe_open(self.path / name, framework="pt") as file:
-                tokens = file.get_slice("tokens")
-                shape, dtype = tokens.get_shape(), tokens.get_dtype()
-                if len(shape) != 2 or shape[0] != 1 or shape[1] < 1 or dtype != "I32":
-                    raise ValueError(f"tokens must have shape (1, at least 1) and dtype I32, got {shape} and {dtype}")
-                ids = tokens[:][0].long()
-        except FileNotFoundError:
-            return None
-        except (SafetensorError, OSError, ValueError) as error:
-            self._is_damaged(name, error)
-            return None
-        with self._lock:
-            self._tokens[name] = ids
-        return ids
-
-    def _is_damaged(self, name: str, error: Exception) -> None:
-        with self._lock:
-            self._tokens[name] = None
-        warnings.warn(f"{self.path / name} does not serve: {error}", stacklevel=4)
 
     def _delete_the_oldest(self, but: str) -> None:
         """Until the rest has no more bytes than it may; what was written last stays if it is small enough."""
@@ -152,11 +122,13 @@ class PrefixFolder:
             held -= size
 
 
-def _check_plain(context: Context, length: int) -> None:
-    """A ValueError unless it holds a text of so many tokens, without padding and documents, as those written here."""
+def _check_plain(context: Context, tokens: torch.Tensor) -> None:
+    """A ValueError unless it holds these tokens (T,), without padding and documents, as those written here."""
     notes = [note for layer in context.cache.layers for note in _notes(layer)]
-    if context.num_tokens != length or context.attention_mask is not None or any(notes):
-        raise ValueError(f"it is no text of {length} tokens without padding and documents")
+    read = None if context.tokens is None else context.tokens.cpu()
+    same = read is not None and context.num_tokens == len(tokens) and torch.equal(read, tokens[None])
+    if not same or context.attention_mask is not None or any(notes):
+        raise ValueError(f"it is no text of {len(tokens)} tokens without padding and documents")
 
 
 def _notes(layer: Any) -> Iterator[bool]:
@@ -166,16 +138,12 @@ def _notes(layer: Any) -> Iterator[bool]:
     return (bool((note != (name == "token_mask")).any()) for name, note in noted.items())
 
 
-def _group(identity: str) -> str:
-    """What the names of all files of this model have in common."""
-    return identity[:32]
+def _name(identity: str, tokens: torch.Tensor) -> str:
+    """Of the file with the states of a model after `tokens` (T,)."""
+    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    return f"prefix-{identity[:32]}-{len(tokens)}-{digest[:32]}.safetensors"
 
 
-def _group_of(path: Path) -> str | None:
-    """That of a file; None for one whose name is not given here."""
+def _length(path: Path) -> int:
     match = NAME.fullmatch(path.name)
-    return None if match is None else match[1]
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+    return int(match[2]) if match else 0

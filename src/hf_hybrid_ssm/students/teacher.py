@@ -23,16 +23,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import ROPE_BY_LENGTH
 LOOKED_AT = "hybrid_student_looks"
 ADVICE = "Take another decoder with rotary positions, such as a Llama, Qwen3, OLMo 2, Gemma 3 or Granite."
 # what attention layers hand on besides queries, keys, values and the mask
-UNDERSTOOD = {
-    "dropout",
-    "scaling",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "use_cache",
-    "is_causal",
-    "output_attentions",
-}
+UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "use_cache", "is_causal"}
 UNDERSTOOD |= {"output_attentions", *TransformersKwargs.__annotations__}
 
 

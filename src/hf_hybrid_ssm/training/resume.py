@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from hf_hybrid_ssm.hub.reading import read_any_json, read_json
-from hf_hybrid_ssm.hub.verify_files import check_weights
+from hf_hybrid_ssm.hub.verify_files import tensors_of
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 
@@ -43,7 +43,7 @@ def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
     else:
         needed = NEEDED
         try:
-            check_weights(folder)
+            tensors_of(folder)
         except ValueError as error:
             return str(error)
     if missing := [name for name in needed if not (folder / name).is_file()]:

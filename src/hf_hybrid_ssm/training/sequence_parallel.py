@@ -113,11 +113,7 @@ class _ShardLayer(RecurrentStateLayer):
     _layer_type = None  # no cache builds it by itself
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        batch: int,
-        group: dist.ProcessGroup | None,
-        continues: torch.Tensor | None,
+        self, model: PreTrainedModel, batch: int, group: dist.ProcessGroup | None, continues: torch.Tensor | None
     ):
         super().__init__()
         self.group, self.continues = group, continues

@@ -3,7 +3,7 @@ by a ranking."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -139,21 +139,16 @@ def choose_layers(
     Raises:
         ValueError: as of `Keep.parts_of`; the teacher does not recall (`NoRecallError`).
     """
-    choice = _chosen(teacher, keep, progress, is_tried)
-    return replace(choice, window=keep.window)
-
-
-def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None, is_tried: bool) -> LayerChoice:
     parts, by = keep.parts_of(teacher.config), keep.by
     if not isinstance(keep.parts, int | float):
-        return LayerChoice(parts, "list")
+        return LayerChoice(parts, "list", window=keep.window)
     count, layers = len(parts), teacher.layers
     if by == "group_recall":
         if count == len(layers) * teacher.groups:
-            return LayerChoice(parts, by)
+            return LayerChoice(parts, by, window=keep.window)
         return _by_recall(teacher, count, keep.window, progress, is_tried, of_groups=True)
     if by == "even" or count in (0, len(layers)):
-        return LayerChoice(parts, "even")
+        return LayerChoice(parts, "even", window=keep.window)
     if by in (None, "recall"):
         try:
             return _by_recall(teacher, count, keep.window, progress, is_tried)
@@ -161,23 +156,18 @@ def _chosen(teacher: Teacher, keep: Keep, progress: Progress | None, is_tried: b
             if by is not None:
                 raise
             logger.warning("The layers to keep are evenly spaced, not chosen by recall: %s", error)
-            return LayerChoice(parts, "even")
+            return LayerChoice(parts, "even", window=keep.window)
     window = min(keep.window, divergence.PROBE_WINDOW, max(1, teacher.config.max_position_embeddings // 4))
     texts = [text_of(teacher, divergence.ROWS, divergence.LENGTH_IN_WINDOWS * window)]
     if by == "kl":
         ranking = rank_layers_by_kl(teacher, texts, window, progress=progress)
     else:
         ranking = rank_layers_by_sensitivity(teacher, texts, progress)
-    return LayerChoice(sorted(ranking.layers[:count]), ranking.by, ranking)
+    return LayerChoice(sorted(ranking.layers[:count]), ranking.by, ranking, window=keep.window)
 
 
 def _by_recall(
-    teacher: Teacher,
-    count: int,
-    window: int,
-    progress: Progress | None,
-    is_tried: bool,
-    of_groups: bool = False,
+    teacher: Teacher, count: int, window: int, progress: Progress | None, is_tried: bool, of_groups: bool = False
 ) -> LayerChoice:
     """The layers or groups that recall most needs, tried together on prompts that the ranking has not seen."""
     most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
@@ -185,8 +175,8 @@ def _by_recall(
     ranking = rank_by_recall(teacher, short, progress=progress, kept=count, of_groups=of_groups)
     layers = sorted(ranking.layers[:count])
     if not is_tried:
-        return LayerChoice(layers, ranking.by, ranking)
+        return LayerChoice(layers, ranking.by, ranking, window=window)
     others = recall_prompts(teacher.tokenizer, teacher.config.vocab_size, short, seed=1)
     own = recall_of(teacher, others, short, progress=progress)
     kept = recall_of(teacher, others, short, ranking.layers[count:], progress)
-    return LayerChoice(layers, ranking.by, ranking, own, kept)
+    return LayerChoice(layers, ranking.by, ranking, own, kept, window)

@@ -189,8 +189,20 @@ class _Ending:
         return max(1, TOGETHER // self._replay.length)
 
     def _masks(self, parts: Sequence[LayerOrGroup]) -> dict[int, torch.Tensor]:
-        masks = _masks(self._teacher, self._mask, parts, self._others, self._of_groups)
-        return masks if self._others is None else dict.fromkeys(self._teacher.layers, self._others) | masks
+        """By layer; of the same groups the same ones, as a replay tells masks apart by what they are."""
+        masks = {} if self._others is None else dict.fromkeys(self._teacher.layers, self._others)
+        groups: dict[int, set[int]] = {}
+        for part in parts:
+            if isinstance(part, tuple):
+                groups.setdefault(part[0], set()).add(part[1])
+            else:
+                masks[part] = self._mask
+        for layer, of_layer in groups.items():
+            key, heads = frozenset(of_layer), self._teacher.config.num_attention_heads
+            if key not in self._of_groups:
+                self._of_groups[key] = windowed_groups(self._mask, key, heads, self._teacher.groups, self._others)
+            masks[layer] = self._of_groups[key]
+        return masks
 
 
 def _lost(
@@ -233,29 +245,6 @@ def recall_of(
             logits = model(ids, use_cache=False, logits_to_keep=positions - 1).logits[0].float()
             answers.append(_of_answers(logits, ids[0, positions]))
     return _score(answers)
-
-
-def _masks(
-    teacher: Teacher,
-    mask: torch.Tensor,
-    windowed: Collection[LayerOrGroup],
-    others: torch.Tensor | None = None,
-    made: dict[frozenset[int], torch.Tensor] | None = None,
-) -> dict[int, torch.Tensor]:
-    """By layer; where they are `made` once, the same ones for the same groups, as a replay tells masks apart by what
-    they are."""
-    groups: dict[int, set[int]] = {}
-    for part in windowed:
-        if isinstance(part, tuple):
-            groups.setdefault(part[0], set()).add(part[1])
-    masks = {part: mask for part in windowed if isinstance(part, int)}
-    made = {} if made is None else made
-    for layer, of_layer in groups.items():
-        key = frozenset(of_layer)
-        if key not in made:
-            made[key] = windowed_groups(mask, key, teacher.config.num_attention_heads, teacher.groups, others)
-        masks[layer] = made[key]
-    return masks
 
 
 def _log_probabilities(
