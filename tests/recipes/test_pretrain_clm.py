@@ -34,14 +34,21 @@ def settings(texts, output, *, model_type="longhorn", config=TINY, resume=None, 
     )
 
 
-def test_trains_and_evaluates(texts, tmp_path):
-    whole = pretrain(*settings(texts, tmp_path / "whole", max_steps=12))
+def test_trains_resumes_and_evaluates(texts, tmp_path):
+    whole = pretrain(*settings(texts, tmp_path / "whole", max_steps=12, save_steps=6))
     assert whole["steps"] == 12 and whole["tokens"] == 12 * 2 * 64
     history = json.loads((tmp_path / "whole/history.json").read_text())
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert (tmp_path / "whole/loss.png").stat().st_size > 1000
     assert json.loads((tmp_path / "whole/results.json").read_text()) == whole
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-6").rename(tmp_path / "resumed/checkpoint-6")
+    resumed = pretrain(*settings(texts, tmp_path / "resumed", max_steps=12, save_steps=6, resume="auto"))
+    assert resumed["validation_loss"] == whole["validation_loss"]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
     arguments = EvaluationArguments(
         str(tmp_path / "whole"), [f"{texts}/held_out.jsonl"], length=32, factors=[1, 4], max_tokens=600, new_tokens=5
