@@ -1,4 +1,5 @@
-"""The repository's address among the package's metadata, asked from where it is known: a fork changes nothing.
+"""The repository's address among the package's metadata, asked from where it is known: a fork changes nothing; and
+the compiled kernels of `tools/wheels.py` in a wheel, which is then for one kind of machine.
 
 A workflow on a forge says it in its environment, a clone in the address of its remote. Where neither does, the
 metadata have no address. `hf_hybrid_ssm.repository` reads it from there.
@@ -9,6 +10,7 @@ import re
 import subprocess  # git, when the package is built  # noqa: TID251
 from pathlib import Path
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
@@ -44,3 +46,12 @@ class RepositoryHook(MetadataHookInterface):
     def update(self, metadata: dict) -> None:
         address = repository(Path(self.root))
         metadata["urls"] = {} if address is None else {"Repository": address}
+
+
+class LibrariesHook(BuildHookInterface):
+    """The folder of libraries that the environment names, in a wheel of the tag that it names."""
+
+    def initialize(self, version: str, build_data: dict) -> None:
+        if folder := os.environ.get("HF_HYBRID_SSM_LIBRARIES"):
+            build_data["force_include"][folder] = "hf_hybrid_ssm/ops/_compiled"
+            build_data |= {"pure_python": False, "tag": os.environ["HF_HYBRID_SSM_WHEEL_TAG"]}

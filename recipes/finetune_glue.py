@@ -16,20 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import (
-    check_checkpoint,
-    check_columns,
-    check_config,
-    check_either,
-    check_known,
-    check_labels,
-    check_scores,
-    check_texts,
-    check_vocabulary,
-)
+from _lib.checks import check_columns, check_known, check_labels, check_scores, check_texts, check_vocabulary
 from _lib.compared_texts import ComparedTexts, PairCollator
 from _lib.documents import token_ids, train_tokenizer
 from _lib.entry import start
+from _lib.runs import FineTuneArguments
 from _lib.sweeps import check_claim, claim, once, settings_of
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines, write_text
 
@@ -48,7 +39,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid_ssm.hub.configurations import check_fields, new_config
+from hf_hybrid_ssm.hub.configurations import new_config
 
 
 @dataclass(frozen=True)
@@ -74,40 +65,25 @@ TASKS = {
 
 
 @dataclass
-class GlueArguments:
+class GlueArguments(FineTuneArguments):
     """The model and the tasks."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     data_folder: str | None = field(default=None, metadata={"help": "TASK/{train,validation}.jsonl; else the Hub"})
-    model_name_or_path: str | None = None
-    model_type: str | None = field(
-        default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
-    )
-    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of its configuration"})
-    from_scratch: bool = field(
-        default=False,
-        metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
-    )
     pairs: str = field(
         default="together",
         metadata={"help": "the texts of a pair: together in one row, or apart, compared token by token"},
     )
     max_length: int = 256
-    max_train_rows: int | None = None
     grid: dict[str, list] = field(
         default_factory=dict, metadata={"help": "training arguments to try, such as learning_rate: [1e-5, 1e-4]"}
     )
-    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
-    overwrite: bool = False
 
     def __post_init__(self):
         check_known("tasks", self.tasks, TASKS)
-        check_either(self, "model_type", "model_name_or_path")
+        super().__post_init__()
         if self.pairs not in ("together", "apart"):
             raise ValueError(f"pairs={self.pairs!r} must be 'together' or 'apart'.")
-        check_config(self.model_type, self.config if self.model_type else {})
-        if self.from_scratch and self.model_name_or_path is None:
-            raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
 
 
 def load_task(name: str, data_folder: str | None) -> DatasetDict:
@@ -253,12 +229,9 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
 
 def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
     """All tasks, all points of the grid."""
+    arguments.check_checkpoint(AutoModelForSequenceClassification)
     if arguments.model_name_or_path is not None:
-        name = arguments.model_name_or_path
-        check_fields(
-            type(check_checkpoint(name, "model_name_or_path", AutoModelForSequenceClassification)), arguments.config
-        )
-        AutoTokenizer.from_pretrained(name)
+        AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     settings = settings_of(arguments, training)
     check_claim(training.output_dir, settings, arguments.overwrite)
     for name in arguments.tasks:  # the last task's data too, before the first one trains

@@ -13,18 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import (
-    check_checkpoint,
-    check_columns,
-    check_config,
-    check_either,
-    check_output,
-    check_texts,
-    check_vocabulary,
-    clear_checkpoints,
-)
+from _lib.checks import check_columns, check_either, check_output, check_texts, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files, ending_texts, train_tokenizer
 from _lib.entry import start
+from _lib.runs import FineTuneArguments
 from _lib.training import Trainer, load_to_train, say_figures, write_figures, write_lines
 
 import numpy as np
@@ -41,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid_ssm.hub.configurations import check_fields, new_config
+from hf_hybrid_ssm.hub.configurations import new_config
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -51,7 +43,7 @@ class SummarizationTrainer(Trainer, Seq2SeqTrainer):
 
 
 @dataclass
-class SummarizationArguments:
+class SummarizationArguments(FineTuneArguments):
     """The model and the texts to summarize."""
 
     train_files: list[str] = field(default_factory=list)
@@ -68,28 +60,13 @@ class SummarizationArguments:
     references_column: str | None = field(
         default=None, metadata={"help": "several summaries of a text; the best one counts"}
     )
-    model_name_or_path: str | None = None
-    model_type: str | None = field(
-        default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
-    )
-    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of its configuration"})
-    from_scratch: bool = field(
-        default=False,
-        metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
-    )
     tokenizer_vocab_size: int = 4096
     max_source_length: int = 1024
     max_target_length: int = 128
-    max_train_rows: int | None = None
     max_eval_rows: int | None = None
-    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
-    overwrite: bool = False
 
     def __post_init__(self):
-        check_either(self, "model_type", "model_name_or_path")
-        check_config(self.model_type or None, self.config if self.model_type else {})
-        if self.from_scratch and self.model_name_or_path is None:
-            raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
+        super().__post_init__()
         check_either(self, "train_files", "dataset_name")
 
 
@@ -191,9 +168,7 @@ def scored(
 def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, Any]:
     """Train, save, generate, measure."""
     check_output(training.output_dir, arguments.overwrite)
-    if arguments.model_name_or_path is not None:
-        known = check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
-        check_fields(type(known), arguments.config)
+    arguments.check_checkpoint(AutoModelForSeq2SeqLM)
     set_seed(training.seed)
     with training.main_process_first(desc="data"):
         splits = load_splits(arguments)

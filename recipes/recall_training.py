@@ -17,16 +17,17 @@ from typing import Any
 
 from _lib.documents import paths_of
 from _lib.entry import start
-from _lib.training import Trainer, checkpoint_to_resume, say
+from _lib.stages import Stage, StageTrainer
+from _lib.training import checkpoint_to_resume, say
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset
 from transformers import TrainingArguments, default_data_collator, set_seed
 
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, KINDS
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import Question
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import INTRODUCTION, text_with_facts
-from hf_hybrid_ssm.upcycle import Keep, fused_distillation_loss, load_teacher, upcycle
+from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
 
 QUOTED = (6, 12)
 """Words of a sentence that are given, and at least as many that are asked for."""
@@ -116,37 +117,18 @@ def _quotes(text: str, facts: set[str], count: int, draw: random.Random) -> list
     return found
 
 
-class RecallTrainer(Trainer):
-    """Learns the teacher's distribution, token by token with a weight."""
-
-    def __init__(self, *args: Any, teacher: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.teacher, self.model_accepts_loss_kwargs = teacher, False
-
-    def _get_train_sampler(self, train_dataset=None):
-        return SequentialSampler(train_dataset or self.train_dataset)  # more steps are more of the same rows
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        ids, weights = inputs["input_ids"], inputs["token_weights"]
-        with torch.no_grad():
-            states = self.teacher.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        head = self.teacher.get_output_embeddings().weight
-        return fused_distillation_loss(model, states, head, token_weights=weights, input_ids=ids)
-
-
 def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> None:
     """The student, trained, in `output_dir`."""
     set_seed(training.seed)
-    training.remove_unused_columns = False
+    training.remove_unused_columns, training.train_sampling_strategy = False, "sequential"  # rows go by their number
     teacher = load_teacher(arguments.teacher, torch.float32)
     student, report = upcycle(teacher, Keep(arguments.keep, window=arguments.window))
     say(report)
     teacher.model.to(torch.bfloat16 if training.bf16 else torch.float32).requires_grad_(False)
     count = training.max_steps * training.gradient_accumulation_steps * training.per_device_train_batch_size
     rows = RecallRows(arguments, teacher.tokenizer, count, training.seed)
-    trainer = RecallTrainer(
-        model=student, args=training, train_dataset=rows, data_collator=default_data_collator, teacher=teacher.model
-    )
+    collator, stage = default_data_collator, Stage("distil", teacher)
+    trainer = StageTrainer(model=student, args=training, train_dataset=rows, data_collator=collator, stage=stage)
     if training.max_steps:
         trainer.train(
             resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)

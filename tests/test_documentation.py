@@ -179,7 +179,6 @@ RECIPES = {
     "upcycle/gaps": ("upcycling_gaps",),
     "upcycle/kinds_training": ("recall_training", "teacher=FOLDER"),
     "upcycle/kinds": ("recall_kinds", "teacher=FOLDER"),
-    "upcycle/recall": ("upcycling_recall",),
     "upcycle/report": ("upcycling_report", "teacher=FOLDER"),
     "upcycle/": ("upcycle",),
     "": ("pretrain_clm",),

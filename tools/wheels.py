@@ -10,8 +10,6 @@ OpenMP runtime, since torch brings its own; that the tag's C library is enough f
 """
 
 import argparse
-import base64
-import hashlib
 import json
 import os
 import platform
@@ -20,7 +18,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from hf_hybrid_ssm.ops.core.instruction_sets import LEVELS
@@ -34,8 +31,6 @@ MARCH = {
 }
 GLIBC = (2, 28)
 NEEDED = {"libc.so.6", "libm.so.6", "ld-linux-aarch64.so.1"}
-INSIDE = "hf_hybrid_ssm/ops/_compiled"
-BUILT = (1980, 1, 1, 0, 0, 0)  # the same sources give the same bytes
 PROGRAM = """
 import ctypes, importlib, json, pkgutil, torch
 from hf_hybrid_ssm import ops
@@ -84,46 +79,18 @@ def tag(machine: str) -> str:
     return f"py3-none-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
 
 
-def with_libraries(wheel: Path, libraries: dict[str, Path], machine: str, folder: Path) -> Path:
-    """A copy of a wheel for any machine that holds `libraries` (by their paths in it) and is for one alone."""
-    name, version, *_ = wheel.name.split("-")
-    made = folder / f"{name}-{version}-{tag(machine)}.whl"
-    with zipfile.ZipFile(wheel) as source:
-        files = {info.filename: source.read(info) for info in source.infolist()}
-    record = next(name for name in files if name.endswith(".dist-info/RECORD"))
-    head = record.replace("RECORD", "WHEEL")
-    lines = [line for line in files[head].decode().splitlines() if line and not line.startswith(("Tag:", "Root-Is"))]
-    files[head] = "\n".join([*lines, "Root-Is-Purelib: false", f"Tag: {tag(machine)}", ""]).encode()
-    del files[record]
-    files |= {place: path.read_bytes() for place, path in sorted(libraries.items())}
-    rows = [f"{place},sha256={_digest(content)},{len(content)}\n" for place, content in files.items()]
-    files[record] = "".join([*rows, f"{record},,\n"]).encode()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as target:
-        for place, content in files.items():
-            info = zipfile.ZipInfo(place, BUILT)
-            info.external_attr = (0o755 if place.endswith(".so") else 0o644) << 16
-            info.compress_type = zipfile.ZIP_DEFLATED
-            target.writestr(info, content)
-    return made
-
-
-def _digest(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-
-
 def build(machine: str, compiler: list[str], into: Path) -> Path:
-    """The wheel, from the sources of this repository."""
-    into.mkdir(parents=True, exist_ok=True)
+    """The wheel, from the sources of this repository; hatch_build.py puts the libraries into it."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
-        libraries = {}
         for level in MARCH[machine]:
             place = Path(folder, level)
             place.mkdir()
             for source in SOURCES:
-                library = compiled(source, machine, level, compiler, place)
-                libraries[f"{INSIDE}/{level}/{library.name}"] = library
-        return with_libraries(next(Path(folder).glob("*.whl")), libraries, machine, into)
+                compiled(source, machine, level, compiler, place)
+        environment = os.environ | {"HF_HYBRID_SSM_LIBRARIES": folder, "HF_HYBRID_SSM_WHEEL_TAG": tag(machine)}
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(into)]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return max(into.glob(f"*-{tag(machine)}.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def check(wheel: Path) -> None:

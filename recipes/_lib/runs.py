@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_config, check_either, clear_checkpoints
+from _lib.checks import check_checkpoint, check_config, check_either, clear_checkpoints
 from _lib.training import checkpoint_to_resume, plot_loss, say_figures, write_figures, write_json
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+
+from hf_hybrid_ssm.hub.configurations import check_fields
 
 
 @dataclass
@@ -31,6 +33,36 @@ class StartArguments:
     def __post_init__(self):
         check_either(self, "model_type", "model_name_or_path")
         check_config(self.model_type, self.config, self.preset)
+
+
+@dataclass(kw_only=True)
+class FineTuneArguments:
+    """The model that is fine-tuned, and from where."""
+
+    model_name_or_path: str | None = None
+    model_type: str | None = field(
+        default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
+    )
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of its configuration"})
+    from_scratch: bool = field(
+        default=False,
+        metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
+    )
+    max_train_rows: int | None = None
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
+    overwrite: bool = False
+
+    def __post_init__(self):
+        check_either(self, "model_type", "model_name_or_path")
+        check_config(self.model_type, self.config if self.model_type else {})
+        if self.from_scratch and self.model_name_or_path is None:
+            raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
+
+    def check_checkpoint(self, auto_class: Any) -> None:
+        """`auto_class` loads what `model_name_or_path` names, and its configuration has the fields of `config`."""
+        if self.model_name_or_path is not None:
+            known = check_checkpoint(self.model_name_or_path, "model_name_or_path", auto_class)
+            check_fields(type(known), self.config)
 
 
 def seed_of_data(training: TrainingArguments) -> int:

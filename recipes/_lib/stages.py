@@ -104,7 +104,10 @@ class Stage:
 
 
 class StageTrainer(LanguageTrainer):
-    """Trains by the loss of a stage; evaluates by the next token's loss, whatever the stage."""
+    """Trains by the loss of a stage; evaluates by the next token's loss, whatever the stage.
+
+    Rows may bring `token_weights` (L,) for align and distil, where the stage gives none.
+    """
 
     def __init__(self, *args: Any, stage: Stage, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -118,11 +121,10 @@ class StageTrainer(LanguageTrainer):
             self._signature_columns.append("row")
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        row = inputs.pop("row", None)
+        row, weights = inputs.pop("row", None), inputs.pop("token_weights", None)
         if self.stage.name == "finetune" or not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         given = {name: value for name, value in inputs.items() if name != "labels"}
-        weights = None
         if self.stage.window is not None and self.stage.within < 1:
             weights = beyond_window(self.stage.window, self.stage.within, **given)
         if self.stage.name == "align":

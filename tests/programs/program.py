@@ -5,11 +5,6 @@ A program is plain data: one that fails is printed as the lines of Python that m
 
 from dataclasses import dataclass, field
 
-PACKINGS = ("none", "seq_idx", "seq_idx+positions", "positions", "cu_seq_lens", "cu_seq_lens+positions")
-MASKS = ("none", "current", "full")
-INPUTS = ("ids", "embeds", "nan")
-CACHES = ("dynamic", "implicit", "static", "none")
-
 Columns = list[int | None]
 
 
@@ -28,9 +23,10 @@ class Feed(Step):
     Args:
         rows: for each row of the batch a token id or None (padding) for each column.
         starts: for each row the columns whose token begins a new document.
-        packing: how the documents are told to the model, one of `PACKINGS`.
-        mask: the attention mask, one of `MASKS`: none, of these columns, or of all columns so far.
-        inputs: one of `INPUTS`; "nan" are embeddings with NaN at padded places.
+        packing: how the documents are told to the model: "none", "seq_idx", "positions", "cu_seq_lens", or one of the
+            latter with "+positions".
+        mask: the attention mask: "none", of these columns ("current"), or of all columns so far ("full").
+        inputs: "ids", "embeds", or embeddings with NaN at padded places ("nan").
         positions: whether position ids are given without packing.
         filler: token id at padded places.
     """
@@ -123,7 +119,7 @@ class Program:
         variant: a key of `models.VARIANTS`.
         head: one of the variant's heads.
         dtype: "float32" or "float64", of the machine under test.
-        cache: one of `CACHES`.
+        cache: "dynamic", "implicit" (the model makes it), "static" or "none".
         record: whether the cache records its past, so that it can go back.
         sources: what the encoder reads, for each row of the first batch; empty without an encoder.
         source_side: where the sources are padded.

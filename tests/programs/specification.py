@@ -8,10 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from tests.programs.models import VARIANTS
 from tests.programs.program import (
-    CACHES,
-    INPUTS,
-    MASKS,
-    PACKINGS,
     Compile,
     Copy,
     Crop,
@@ -128,13 +124,9 @@ class Specification:
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
-        program, self.variant = self.program, VARIANTS[self.program.variant]
-        if program.cache not in CACHES or (program.record and program.cache != "dynamic"):
-            raise Malformed("there is no such cache")
-        if program.cache != "none" and not self.variant.is_causal:
-            raise Malformed("a model that sees the future has no cache")
-        rows = [Row(source=tuple(source)) for source in program.sources]
-        self.state = State(rows, 0 if program.record else None)
+        self.variant = VARIANTS[self.program.variant]
+        rows = [Row(source=tuple(source)) for source in self.program.sources]
+        self.state = State(rows, 0 if self.program.record else None)
 
     def clone(self) -> "Specification":
         """A copy that goes its own way; rows never change, and are shared."""
@@ -177,10 +169,6 @@ class Specification:
     def check_feed(self, step: Feed) -> None:
         """Raise Malformed where nobody could say what the feed means."""
         rows, program = self.state.rows, self.program
-        if not step.rows or not step.length or any(len(row) != step.length for row in step.rows):
-            raise Malformed("rows of one length, with at least one column")
-        if step.packing not in PACKINGS or step.mask not in MASKS or step.inputs not in INPUTS:
-            raise Malformed("no such form")
         if (rows and len(rows) != len(step.rows)) or len(step.starts) != len(step.rows):
             raise Malformed("another batch")
         if self.state.num_columns + step.length > STATIC_SIZE:
@@ -252,8 +240,6 @@ class Specification:
         elif isinstance(step, Copy):
             self.branches.append(replace(state, rows=list(state.rows)))
         elif isinstance(step, Switch):
-            if not 0 <= step.branch < len(self.branches):
-                raise Malformed("there is no such branch")
             self.state, self.branches[step.branch] = self.branches[step.branch], state
         elif isinstance(step, Compile):
             self.is_compiled = True
@@ -278,9 +264,5 @@ class Specification:
             rows = [index for index in range(batch) for _ in range(step.times)]
         else:
             rows = step.rows
-        if not rows or any(not 0 <= index < batch for index in rows):
-            raise Malformed("there is no such row")
-        if isinstance(step, Reorder) and len(rows) != batch:
-            raise Malformed("reordering keeps the batch")
         state.rows = [state.rows[index] for index in rows]
         state.undoable = None if state.undoable is None else 0

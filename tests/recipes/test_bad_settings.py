@@ -20,11 +20,9 @@ from pretrain_seq2seq import SpanArguments
 from rare_words import RareWordsArguments
 from scaling_law import ScalingArguments
 from upcycling_gaps import GapArguments
-from upcycling_recall import UpcyclingRecallArguments
 from word_lm import WordArguments
 
 ENCODER = "checkpoints/spade-encoder-books"
-PAIRS = {"pairs": {"settings": [[16, 1]], "vocab_size": 16}}
 GOOD = {
     BaselineArguments: {},
     CompareArguments: {"base": {}, "variants": {"a": {}, "b": {}}},
@@ -45,7 +43,6 @@ GOOD = {
     SpanArguments: {"model_type": "t5"},
     SummarizationArguments: {"train_files": ["x"], "model_type": "spade_seq2seq"},
     TableArguments: {},
-    UpcyclingRecallArguments: {"teacher": {}, "students": {"a": {}}, "tasks": {"b": PAIRS}},
     WordArguments: {"train_files": ["a"]},
 }
 BAD = [
@@ -121,7 +118,6 @@ BAD = [
     (TableArguments, {"tasks": ["chess"]}, "tasks names .'chess'"),
     (TableArguments, {"limit": 0}, "limit=0 must be at least 1"),
     (TableArguments, {"data_folder": "/nowhere"}, "data_folder='/nowhere' holds no folder lm_eval_tasks"),
-    (UpcyclingRecallArguments, {"seeds": []}, r"seeds=\[\] must name at least one"),
     (WordArguments, {"sequence_length": 8, "context": 8}, "context=8 must lie"),
     (WordArguments, {"train_files": []}, "either train_files or dataset_name"),
     (WordArguments, {"momentum": 1.0}, "momentum=1.0"),

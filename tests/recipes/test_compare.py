@@ -12,6 +12,7 @@ from compare import CompareArguments, compare, merged
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.hub.configurations import new_config
+from tests.recipes.small import QUIET, write_lines
 
 
 def test_merging_goes_into_mappings_and_changes_nothing():
@@ -23,15 +24,13 @@ def test_merging_goes_into_mappings_and_changes_nothing():
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    texts = [json.dumps({"text": f"a short text about the number {number} and no more"}) for number in range(60)]
-    (folder / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    texts = [{"text": f"a short text about the number {number} and no more"} for number in range(60)]
     base = {
         "model_type": "longhorn", "config": {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2},
-        "train_files": [f"{folder}/texts.jsonl"], "sequence_length": 32, "tokenizer_vocab_size": 280,
-        "max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "eval_strategy": "steps", "eval_steps": 1,
+        "train_files": [write_lines(folder / "texts.jsonl", texts)], "sequence_length": 32, "max_steps": 2,
+        "tokenizer_vocab_size": 280, "eval_strategy": "steps", "eval_steps": 1,
     }  # fmt: skip
-    return {"base": base, "variants": {"narrow": {}, "wide": {"config": {"hidden_size": 16}}}, "seeds": [0, 1]}
+    return {"base": QUIET | base, "variants": {"narrow": {}, "wide": {"config": {"hidden_size": 16}}}, "seeds": [0, 1]}
 
 
 def test_runs_and_summary(settings, tmp_path):

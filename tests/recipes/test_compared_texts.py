@@ -1,6 +1,5 @@
 """Two texts read apart and compared token by token: the paper's equation, padding, learning, and other encoders."""
 
-import json
 import math
 import random
 
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
 
 from hf_hybrid_ssm import SpadeConfig
+from tests.recipes.small import write_lines
 from tests.recipes.test_finetune_glue import training
 
 BERT = BertConfig(
@@ -88,10 +88,8 @@ def write_overlaps(folder, rows=400):
             second = draw.sample(first, label) + others
             draw.shuffle(second)
             texts = {"sentence1": " ".join(first), "sentence2": " ".join(second)}
-            lines.append(json.dumps(texts | {"label": float(label)}))
-        path = folder / "stsb" / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines), encoding="utf-8")
+            lines.append(texts | {"label": float(label)})
+        write_lines(folder / "stsb" / f"{split}.jsonl", lines)
 
 
 def test_apart_learns_how_many_words_are_shared_and_together_does_not(tmp_path):
@@ -110,10 +108,9 @@ def test_one_text_is_read_as_ever(tmp_path):
     """`pairs` says nothing of tasks that have no pairs."""
     task = TASKS["sst2"]
     assert len(task.columns) == 1
-    (tmp_path / "sst2").mkdir()
     for split in ("train", "validation"):
-        lines = [json.dumps({"sentence": f"word {number}", "label": number % 2}) for number in range(33)]
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        lines = [{"sentence": f"word {number}", "label": number % 2} for number in range(33)]
+        write_lines(tmp_path / "sst2" / f"{split}.jsonl", lines)
     config = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     said = []
     for way in ("apart", "together"):

@@ -13,6 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from safetensors.torch import load_file
 
 from tests.recipes.launching import RECIPES, launched
+from tests.recipes.small import write_lines
 
 RECIPE = RECIPES / "pretrain_clm.py"
 PRESETS = RECIPES / "configs/accelerate"
@@ -20,7 +21,7 @@ PRESETS = RECIPES / "configs/accelerate"
 
 def test_two_processes(tmp_path):
     texts = [{"text": f"line {number} of a short text that counts to {number + 1}"} for number in range(200)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps(text) for text in texts), encoding="utf-8")
+    write_lines(tmp_path / "texts.jsonl", texts)
     settings = f"""
 model_type: longhorn
 config: {{hidden_size: 16, num_hidden_layers: 1, state_size: 4}}

@@ -1,6 +1,5 @@
 """Documents become rows without losing, repeating or joining anything."""
 
-import json
 from collections import Counter
 from itertools import chain, islice
 
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from tests.recipes.small import write_lines
 
 TEXTS = ["The first document.", "A second one, somewhat longer than the first.", "Third."]
 
@@ -109,7 +109,7 @@ def test_files_of_every_kind(tmp_path):
     (tmp_path / "b.txt").write_text(TEXTS[1], encoding="utf-8")
     documents = documents_of_files([f"{tmp_path}/*.txt"])
     assert list(documents["text"]) == [TEXTS[0] + "\n\nstill the same document", TEXTS[1]]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    write_lines(tmp_path / "c.jsonl", [{"text": text} for text in TEXTS])
     assert list(documents_of_files([f"{tmp_path}/c.jsonl"])["text"]) == TEXTS
     documents.to_parquet(tmp_path / "d.parquet")
     assert len(documents_of_files([f"{tmp_path}/d.parquet"])) == 2
@@ -132,9 +132,8 @@ def test_files_may_have_columns_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_from_a_file_to_rows(tmp_path, streaming):
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"words": text, "n": 1}) + "\n" for text in TEXTS), encoding="utf-8")
-    data = DataArguments([str(path)], text_column="words", streaming=streaming, sequence_length=8)
+    path = write_lines(tmp_path / "texts.jsonl", [{"words": text, "n": 1} for text in TEXTS])
+    data = DataArguments([path], text_column="words", streaming=streaming, sequence_length=8)
     train, validation = load_documents(data)
     assert validation is None
     tokenizer = get_tokenizer(data, train)
@@ -150,8 +149,7 @@ def numbered(tmp_path):
     """Four files of ten documents, each of a word of its own; and a tokenizer."""
     texts = [f"{chr(ord('a') + n // 26)}{chr(ord('a') + n % 26)} " * 7 for n in range(40)]
     for file in range(4):
-        lines = [json.dumps({"text": text}) for text in texts[10 * file : 10 * file + 10]]
-        (tmp_path / f"{file}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write_lines(tmp_path / f"{file}.jsonl", [{"text": text} for text in texts[10 * file : 10 * file + 10]])
     return f"{tmp_path}/*.jsonl", train_tokenizer(texts, 300), texts
 
 
@@ -248,6 +246,6 @@ def test_tokenizer_knows_every_text(tmp_path):
 
 
 def test_missing_text_column(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}) + "\n", encoding="utf-8")
+    write_lines(tmp_path / "a.jsonl", [{"body": "x"}])
     with pytest.raises(ValueError, match="body"):
         load_documents(DataArguments([f"{tmp_path}/a.jsonl"]))

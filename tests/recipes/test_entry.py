@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traini
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_hybrid_ssm.cli.errors import TRACEBACK
+from tests.recipes import small
 
 CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
@@ -35,10 +36,9 @@ def before_training(monkeypatch):
 
 @pytest.fixture
 def texts(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    rows = [json.dumps({"text": f"line {number} of a short text"}) for number in range(80)]
-    path.write_text("\n".join(rows), encoding="utf-8")
-    return str(path)
+    return small.write_lines(
+        tmp_path / "texts.jsonl", [{"text": f"line {number} of a short text"} for number in range(80)]
+    )
 
 
 @pytest.fixture
@@ -161,8 +161,7 @@ def test_nothing_is_deleted_before_everything_has_been_read(wrong, texts, earlie
 def test_what_the_user_asks_to_overwrite_goes_last(texts, earlier):
     model = pretrain_clm.ModelArguments("longhorn", config=TINY, overwrite=True)
     data = pretrain_clm.DataArguments([texts], sequence_length=16, tokenizer_vocab_size=300)
-    options = {"use_cpu": True, "report_to": "none", "max_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
-    pretrain_clm.pretrain(model, data, TrainingArguments(str(earlier), **options))
+    pretrain_clm.pretrain(model, data, small.training(earlier, max_steps=1))
     assert not list(earlier.glob("checkpoint-*")) and (earlier / "model.safetensors").is_file()
 
 

@@ -20,15 +20,14 @@ WORDS = ["red", "green", "blue", "black", "white", "tall", "short", "wide", "thi
 def write_task(folder, name, rows=320):
     """Rows whose label says whether a word is there (or how often)."""
     task, choose = TASKS[name], random.Random(0)
-    (folder / name).mkdir(parents=True, exist_ok=True)
     for split in ("train", *task.validation):
         lines = []
         for _ in range(rows):
             words = choose.choices(WORDS, k=6)
             label = words.count("red") if task.num_labels == 1 else min(words.count("red"), task.num_labels - 1)
             texts = [" ".join(words), "and so on"]
-            lines.append(json.dumps(dict(zip(task.columns, texts)) | {"label": label, "idx": 0}))
-        (folder / name / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+            lines.append(dict(zip(task.columns, texts)) | {"label": label, "idx": 0})
+        small.write_lines(folder / name / f"{split}.jsonl", lines)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +111,7 @@ def test_bad_data(data, tmp_path):
     arguments = GlueArguments(["rte"], str(tmp_path), model_type="longhorn", config=TINY)
     without, beyond = {"sentence1": "a", "label": 0}, {"sentence1": "a", "sentence2": "b", "label": 7}
     for row, message in ((without, "sentence2"), (beyond, "run from 7 to 7")):
-        (tmp_path / "rte").mkdir(exist_ok=True)
         for split in ("train", "validation"):
-            (tmp_path / f"rte/{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+            small.write_lines(tmp_path / f"rte/{split}.jsonl", [row])
         with pytest.raises(ValueError, match=message):
             finetune("rte", arguments, training(tmp_path / "out"))

@@ -24,9 +24,8 @@ TINY |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 @pytest.fixture
 def settings(tmp_path):
     rows = [{"document": text, "summary": short, "references": ["?", short]} for text, short in TEXTS.items()]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return {"train_files": [str(path)], "validation_files": [str(path)], "max_target_length": 24}
+    files = [small.write_lines(tmp_path / "rows.jsonl", rows)]
+    return {"train_files": files, "validation_files": files, "max_target_length": 24}
 
 
 def test_memorises_what_it_is_shown(settings, tmp_path):

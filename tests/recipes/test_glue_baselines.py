@@ -7,12 +7,12 @@ import pytest
 from datasets import Dataset
 from glue_baselines import BaselineArguments, baselines, frozen_states, overlap, overlaps
 
+from tests.recipes.small import write_lines
+
 
 def write(folder, name, columns, rows):
-    (folder / name).mkdir()
     for split in ("train", "validation"):
-        lines = [json.dumps(dict(zip((*columns, "label"), row))) for row in rows]
-        (folder / name / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write_lines(folder / name / f"{split}.jsonl", (dict(zip((*columns, "label"), row)) for row in rows))
 
 
 def test_overlap_counts_words_not_letters_or_order():

@@ -10,6 +10,7 @@ from length_extrapolation import ExtrapolationArguments, length_extrapolation, l
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from tests.recipes.small import QUIET, write_lines
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
 
@@ -18,16 +19,11 @@ TINY = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     lines = [" ".join(f"word {number} of text {text}" for number in range(60)) for text in range(6)]
-    rows = [json.dumps({"text": line}) for line in lines]
-    (folder / "texts.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return [f"{folder}/texts.jsonl"]
+    return [write_lines(folder / "texts.jsonl", [{"text": line} for line in lines])]
 
 
 def arguments(files, folder, **options):
-    base = {
-        "train_files": files, "tokenizer_vocab_size": 280, "max_steps": 2, "save_strategy": "no",
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
+    base = QUIET | {"train_files": files, "tokenizer_vocab_size": 280, "max_steps": 2}
     llama = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     variants = {
         "Longhorn": {"model_type": "longhorn", "config": TINY},
@@ -78,13 +74,6 @@ def test_every_length_scores_the_same_tokens():
         windows = rows.view(-1, 6)
         short = F.cross_entropy(model(windows).logits[:, :-1].transpose(1, 2), windows[:, 1:])
     assert loss_at(model, rows, 6, 6) == pytest.approx(short.item(), rel=1e-5)
-
-
-def test_bad_data(files, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
-        length_extrapolation(arguments([str(tmp_path / "missing.jsonl")], tmp_path))
-    with pytest.raises(ValueError, match=r"text_column: columns \['story'\]"):
-        length_extrapolation(arguments(files, tmp_path, text_column="story"))
 
 
 def test_weights_are_read_with_another_configuration(files, tmp_path):

@@ -8,9 +8,10 @@ import torch
 from _lib.documents import train_tokenizer
 from recall_kinds import RecallKindsArguments, measure
 from recall_training import RecallRows, RecallTrainingArguments, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_ssm.evaluation.recall_tasks.kinds import HELD_IN, HELD_OUT, KINDS
+from tests.recipes import small
 
 WINDOW = 32
 HELD_OUT_WORDS = ("#define", "was born", "label", "is kept in", "was called", "keeps a")
@@ -73,10 +74,9 @@ def test_more_students_follow_without_asking_again(place, tmp_path):
 def training_of(place, output, steps, **options):
     given = {"keep": KEPT, "window": WINDOW, "lengths": [512], "plain": 0.3}
     arguments = RecallTrainingArguments(str(place / "teacher"), [str(place / "story.txt")], **given)
-    fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "use_cpu": True}
-    fixed |= {"report_to": "none", "disable_tqdm": True, "save_steps": 2}
+    fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "save_steps": 2}
     fixed |= {"lr_scheduler_type": "constant", "resume_from_checkpoint": "auto"}
-    return arguments, TrainingArguments(str(output), **fixed | options)
+    return arguments, small.training(output, **fixed | options)
 
 
 def test_a_training_goes_on_where_it_was(place, tmp_path):

@@ -7,6 +7,8 @@ import pytest
 from per_token_loss import PerTokenArguments, binned, flat_from, per_token_loss
 from scaling_law import ScalingArguments, fit, scaling_law
 
+from tests.recipes.small import QUIET, write_lines
+
 
 def test_fit_finds_a_known_law():
     sizes = [1e4, 1e5, 1e6, 1e7]
@@ -31,13 +33,10 @@ def test_bins_hold_every_position_once():
 
 
 def test_ladder_and_curves_run(tmp_path):
-    texts = [json.dumps({"text": f"a short text about the number {number} and no more of it"}) for number in range(60)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
-    base = {
-        "model_type": "longhorn", "train_files": [f"{tmp_path}/texts.jsonl"], "sequence_length": 16,
-        "tokenizer_vocab_size": 280, "max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True,
-    }  # fmt: skip
+    texts = [{"text": f"a short text about the number {number} and no more of it"} for number in range(60)]
+    files = [write_lines(tmp_path / "texts.jsonl", texts)]
+    base = QUIET | {"model_type": "longhorn", "train_files": files, "sequence_length": 16, "max_steps": 2}
+    base |= {"tokenizer_vocab_size": 280}
     sizes = {str(n): {"config": {"hidden_size": n, "num_hidden_layers": 1, "state_size": 2}} for n in (8, 16, 32)}
     arguments = ScalingArguments(base, {"longhorn": sizes}, str(tmp_path / "runs"), [0, 1], str(tmp_path / "law"))
     figures = scaling_law(arguments)
@@ -51,6 +50,6 @@ def test_ladder_and_curves_run(tmp_path):
     assert all(path.stat().st_mtime_ns == time for path, time in trained.items())
 
     folders = [str(tmp_path / "runs" / "longhorn" / f"32-{seed}") for seed in (0, 1)]
-    options = {"files": [f"{tmp_path}/texts.jsonl"], "sequence_length": 16, "output_dir": str(tmp_path / "curves")}
+    options = {"files": files, "sequence_length": 16, "output_dir": str(tmp_path / "curves")}
     curves = per_token_loss(PerTokenArguments(models={"longhorn": folders}, **options))
     assert curves["models"]["longhorn"]["rows"] == 60 and 4 < curves["models"]["longhorn"]["mean_loss"] < 7

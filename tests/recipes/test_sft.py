@@ -24,6 +24,7 @@ from sft import (
 
 from hf_hybrid_ssm.cli import main
 from tests.cli.test_next_commands import words_after_next
+from tests.recipes import small
 
 TALKS = [
     [("user", f"How much is {a} and {b}?"), ("assistant", f"It is {a + b}, of course." + " Truly so." * (a % 4))]
@@ -66,14 +67,13 @@ def checkpoint(tmp_path, tokenizer):
 def files(tmp_path):
     talks = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS]
     for name, rows in (("train", talks[4:]), ("validation", talks[:4])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        small.write_lines(tmp_path / f"{name}.jsonl", rows)
     return {"train_files": [str(tmp_path / "train.jsonl")], "validation_files": [str(tmp_path / "validation.jsonl")]}
 
 
 def settings(folder, **options):
-    given = {"learning_rate": 1e-2, "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
-    given |= {"save_strategy": "no", "logging_steps": 1, "dataloader_pin_memory": False, "max_length": 2048}
-    return SFTConfig(str(folder), **(given | options))
+    fixed = {"learning_rate": 1e-2, "bf16": False, "logging_steps": 1, "max_length": 2048}
+    return small.training(folder, SFTConfig, **fixed | options)
 
 
 @pytest.mark.parametrize("family", VARIANTS)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from upcycling_report import ReportArguments, report
 
 from hf_hybrid_ssm.evaluation.recall_tasks import words
+from tests.recipes.small import write_lines
 
 WINDOW = 128
 LONG = 512
@@ -25,7 +26,7 @@ def place(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder / "teacher")
     tokenizer.save_pretrained(folder / "teacher")
     rows = [{"text": " ".join(words.NAMES * 6)}, {"text": "short"}, {"text": " ".join(words.THINGS * 6)}]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    write_lines(folder / "texts.jsonl", rows)
     return folder
 
 
