@@ -69,6 +69,7 @@ def trained(mode: str, marks: tuple[int, ...], folder: Path) -> dict[str, dict[s
     layer, teacher = in_mode(layer_of(0.99), mode), layer_of(0.9999)
     own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=RATE, weight_decay=0.0, fused=True)
+    dtype = torch.float32 if mode == MODES[0] else torch.bfloat16
     random, path = torch.Generator(), folder / f"{mode}.pt"
     step, found = 0, {}
     if path.is_file():
@@ -81,7 +82,7 @@ def trained(mode: str, marks: tuple[int, ...], folder: Path) -> dict[str, dict[s
             u = torch.randn(2, LENGTH, CHANNELS, generator=random.manual_seed(number))
             with torch.no_grad():
                 wanted, _ = teacher.forward_rows(u, None, Rows())
-            y, _ = layer.forward_rows(u.to(layer.gamma.dtype), None, Rows())
+            y, _ = layer.forward_rows(u.to(dtype), None, Rows())
             (y.float() - wanted).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -100,8 +101,10 @@ def main() -> None:
     arguments = machine_arguments(parser, threads=1)
     marks = tuple(mark for mark in MARKS if mark <= arguments.steps)
     settings = {"decay_at_first": 0.99, "decay_of_the_teacher": 0.9999, "learning_rate": RATE}
-    for last in range(len(marks)):  # all modes to one mark after the other
-        modes = {mode: trained(mode, marks[: last + 1], FOLDER) for mode in MODES}
+    modes: dict[str, Any] = {}
+    for mode in MODES:
+        for last in range(len(marks)):
+            modes[mode] = trained(mode, marks[: last + 1], FOLDER)
         write_results("long_training", {"settings": settings, "modes": modes})
 
 
