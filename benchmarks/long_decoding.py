@@ -29,7 +29,7 @@ from benchmarks.streaming import FAMILIES, SIZES
 from benchmarks.timing import RESULTS, machine_arguments, write_results
 from hf_hybrid_ssm.serving.context import load_context, save_context
 
-MARKS = (100, 1_000, 10_000, 100_000, 1_000_000)
+MARKS = (100, 1_000, 10_000, 100_000, 300_000, 1_000_000)
 SAVE_EVERY = 50_000
 PIECE = 1000
 WINDOWS = {"layer_types": ["longhorn", "window_attention"], "sliding_window": 64, "num_attention_heads": 4}

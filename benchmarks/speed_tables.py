@@ -1,5 +1,6 @@
 """Tables of time and memory, each from the figures of one file of results."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,36 @@ def long_decoding(figures: Figures) -> str:
     head = ["largest difference of logits, over the largest logit, after so many tokens"]
     head += [f"{int(mark):,}" for mark in marks]
     return markdown_table([*head, "resident MB, first to last"], rows_of(models, *map(error, marks), memory))
+
+
+def long_serving(figures: Figures) -> str:
+    """Memory of the server by requests; below it what became of its answers and of the folder."""
+    server, folder = figures["server"], figures["folder"]
+    head = ["of the server, after so many requests", *(f"{int(mark):,}" for mark in server["megabytes"])]
+    table = markdown_table(head, [["resident MB", *(f"{value:.0f}" for value in server["megabytes"].values())]])
+    lost = f"{server['other_answers']} of {server['repeated']} repeated requests"
+    held = f"{folder['most_bytes']:,} bytes in {folder['most_files']} files"
+    return (
+        f"{table}\nAnswered otherwise than at first: {lost}. The folder held at most {held}, of "
+        f"{figures['settings']['folder_bytes']:,} allowed, over {figures['settings']['texts']:,} texts; after "
+        f"{folder['went_on']} of {folder['restarts']} restarts the next text went on from a file; "
+        f"{folder['other_answers']} other answers, {folder['foreign_lost']} files of others lost.\n"
+    )
+
+
+def long_training(figures: Figures) -> str:
+    """After how many tokens half of a state is left, as the parameters have it and as the state shows it."""
+    modes = figures["modes"]
+    marks = list(next(iter(modes.values())))
+
+    def half(decay: float) -> str:
+        return f"{math.log(0.5) / math.log(decay):,.1f}"
+
+    def cell(mark: str) -> Callable[[Figures], str]:
+        return lambda of: f"{half(of[mark]['parameters'])} / {half(of[mark]['state'])}" if mark in of else ""
+
+    head = ["half-life in tokens, by parameters / by the state, after so many steps"]
+    return markdown_table([*head, *(f"{int(mark):,}" for mark in marks)], rows_of(modes, *map(cell, marks)))
 
 
 def comparison(figures: Figures) -> str:

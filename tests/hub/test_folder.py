@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.cli import main
@@ -37,6 +37,12 @@ def first_shard(folder):
 def exchange(folder):
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
+
+
+def repeat(folder):
+    """The second shard also has a tensor of the first, as an index cannot say."""
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    save_file(load_file(second) | dict(list(load_file(first).items())[:1]), second)
 
 
 def edit(name, change):
@@ -100,6 +106,7 @@ DAMAGE = {
     "pickled": (lambda f: first_shard(f).write_bytes(b"\x80\x04N."), CUT_OFF),
     "lost": (lambda f: first_shard(f).unlink(), "is missing"),
     "exchanged": (exchange, "lacks the tensor"),
+    "twice": (repeat, r"holds '[\w.]+', which model-00001-of-\d+\.safetensors holds too"),
     "a file outside": (
         edit(INDEX, lambda index: index["weight_map"].update(a="../other.safetensors")),
         r"'\.\./other",
@@ -157,6 +164,16 @@ def test_damage_is_named(sharded, damage, capsys):
     assert said.startswith("refused: ") and re.search(expected, said), said
     assert main(["check", str(sharded), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["complete"] is False
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.model."])
+def test_weights_none_of_which_are_the_models_are_refused(tmp_path, prefix):
+    """Saved from DDP, a compiled model or a trainer's module; a checkpoint of this very class."""
+    build("longhorn", "LonghornForCausalLM").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({prefix + name: value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"was saved from a wrapper, whose tensors begin with '{prefix}'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_code_that_another_repository_holds_is_not_looked_for(sharded):

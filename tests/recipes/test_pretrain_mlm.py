@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from _lib.documents import DataArguments, train_tokenizer
+from _lib.documents import DataArguments, load_documents, train_tokenizer
 from _lib.masking import TokenMasking
+from _lib.rows import packed_rows
 from pretrain_mlm import MaskingArguments, pretrain
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.recipes import small
 
@@ -43,13 +44,24 @@ def texts(tmp_path_factory):
     return small.numbered_texts(tmp_path_factory.mktemp("texts"))
 
 
-def arguments(texts, output, model_type="spade", resume=None):
+def arguments(texts, output, model_type="spade", resume=None, sequence_length=32, **data):
     options = {"max_steps": 8, "save_steps": 4, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "seed": 1}
     return (
         MaskingArguments(model_type, config=TINY[model_type], resume=resume),
-        DataArguments([texts], sequence_length=32, tokenizer_vocab_size=290),
+        DataArguments([texts], sequence_length=sequence_length, tokenizer_vocab_size=290, **data),
         small.training(output, logging_steps=2, **options),
     )
+
+
+def test_a_stream_goes_on_in_its_second_pass(texts, tmp_path):
+    """transformers' Trainer would begin the pass anew. Saved after sixteen rows."""
+    stream = {"streaming": True, "shuffle_buffer": 4, "validation_files": [texts], "sequence_length": 512}
+    small.killed_and_resumed(
+        lambda folder, resume: pretrain(*arguments(texts, folder, resume=resume, **stream)), tmp_path
+    )
+    _, data, _ = arguments(texts, tmp_path, **stream)
+    rows = packed_rows(load_documents(data)[0], AutoTokenizer.from_pretrained(tmp_path / "whole"), data)
+    assert 4 < sum(1 for _ in rows) < 16
 
 
 @pytest.mark.parametrize("model_type", TINY)

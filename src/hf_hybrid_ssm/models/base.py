@@ -184,18 +184,19 @@ class HybridPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
-                layers is in the checkpoint, which holds another stack.
+                layers is in the checkpoint, which holds another stack or was saved from a wrapper.
         """
         load = super().from_pretrained
         load = load if HOOKS.load is None else partial(HOOKS.load, load)
         tells = kwargs.pop("output_loading_info", False)
         model, info = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
-            model._refuse_to_be_new(pretrained_model_name_or_path, info["missing_keys"])
+            model._refuse_to_be_new(pretrained_model_name_or_path, info)
         return (model, info) if tells else model
 
-    def _refuse_to_be_new(self, source: Any, missing: set[str]) -> None:
-        """A ValueError if nothing of the layers and embeddings came from the checkpoint, which is of another stack.
+    def _refuse_to_be_new(self, source: Any, info: dict[str, Any]) -> None:
+        """A ValueError if nothing of the layers and embeddings came from the checkpoint: it is of another stack, or
+        was saved from a wrapper.
 
         A new head on layers that were loaded is what fine-tuning begins with.
         """
@@ -204,11 +205,18 @@ class HybridPreTrainedModel(PreTrainedModel):
         names = {f"{prefix}{name}" for name, _ in self.base_model.named_parameters()}
         wanted = names - tied.keys() - set(tied.values())
         holds = next(iter(getattr(self.config, "architectures", None) or []), "another model")
-        if wanted and wanted <= set(missing) and holds != type(self).__name__:
+        if not wanted or not wanted <= info["missing_keys"]:
+            return
+        some = min(wanted)
+        if wrapped := next((name for name in info["unexpected_keys"] if name.endswith(f".{some}")), None):
             raise ValueError(
-                f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
-                f"which would be random: load it as a {holds}, or make a new model with from_config."
+                f"{str(source)!r} was saved from a wrapper, whose tensors begin with {wrapped.removesuffix(some)!r}: "
+                "save the model inside of it instead."
             )
+        raise ValueError(
+            f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
+            f"which would be random: load it as a {holds}, or make a new model with from_config."
+        )
 
     # -- saving with code ---------------------------------------------------------------------------------------
 
