@@ -34,7 +34,14 @@ release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-include_patterns = ["*.md", "docs/**.md", "docs/notebooks/*.ipynb", "reports/**.md", "checkpoints/**.md", "examples/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "docs/notebooks/*.ipynb",
+    "reports/**.md",
+    "checkpoints/**.md",
+    "examples/*.md",
+]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 if importlib.util.find_spec("sphinx_copybutton"):  # an environment that is older than this extra goes without
     extensions.append("sphinx_copybutton")
