@@ -8,6 +8,7 @@ is the front page.
 import gc
 import html
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -32,7 +33,15 @@ copyright = author
 release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "reports/**.md", "checkpoints/**.md", "examples/*.md"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "docs/notebooks/*.ipynb",
+    "reports/**.md",
+    "checkpoints/**.md",
+    "examples/*.md",
+]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 if importlib.util.find_spec("sphinx_copybutton"):  # an environment that is older than this extra goes without
     extensions.append("sphinx_copybutton")
@@ -72,6 +81,7 @@ CONTENTS = {
         "Evidence": ["experiments", "comparison", "quality"],
         "Project": ["limits", "troubleshooting", "extending", "reference"],
     },
+    "examples/README": {"": ["notebooks/longhorn", "notebooks/upcycling"]},
     "docs/fine_tuning": {"": ["classification", "summarization"]},
     "docs/training": {"": ["scaling"]},
     "docs/sharing": {"": ["onnx", "works_with"]},
@@ -102,7 +112,7 @@ ORPHANS = {"docs/README"}  # the list of pages, for readers of the repository
 
 
 def add_contents(app, name, source):
-    parts = [source[0]]
+    parts = [from_notebook(source[0]) if app.env.doc2path(name).suffix == ".ipynb" else source[0]]
     if name in ORPHANS:
         app.env.metadata[name]["orphan"] = ""
     for caption, pages in CONTENTS.get(name, {}).items():
@@ -110,6 +120,21 @@ def add_contents(app, name, source):
         options = ":hidden:\n:glob:\n" + (f":caption: {caption}\n" if caption else "")
         parts.append(f"```{{toctree}}\n{options}\n{entries}\n```")
     source[0] = re.sub(r"<!-- classes: (\w+) -->", _classes_of, "\n\n".join(parts))
+
+
+def from_notebook(text):
+    """Markdown: the cells, with what they have printed and drawn."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if picture := data.get("image/png"):
+                parts.append(f"![what the cell above draws](data:image/png;base64,{''.join(picture.split())})")
+            elif "text/html" not in data:  # a bar
+                parts.append(f"```text\n{''.join(data['text/plain'])}\n```")
+    return "\n\n".join(parts)
 
 
 def _classes_of(found):

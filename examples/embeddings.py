@@ -16,7 +16,8 @@ parser.add_argument("question")
 parser.add_argument("texts", help="a file, a text a line")
 args = parser.parse_args()
 
-embedder = SentenceTransformer(args.model)  # the mean of what a bidirectional encoder makes of each token
+# the mean of what a bidirectional encoder makes of each token
+embedder = SentenceTransformer(args.model, model_kwargs={"dtype": "float32"})
 embedder.max_seq_length = 512
 texts = Path(args.texts).read_text(encoding="utf-8").splitlines()
 found = embedder.similarity(embedder.encode([args.question]), embedder.encode(texts))[0]

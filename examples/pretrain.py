@@ -1,6 +1,7 @@
 """Pretrain a small Longhorn on a text of your own: resumed where it was stopped, with its loss as a picture.
 
 python examples/pretrain.py TEXT.txt OUT --tokenizer checkpoints/longhorn-books
+hf-hybrid-ssm generate OUT "Once"
 """
 
 import argparse

@@ -8,10 +8,11 @@ python examples/student.py SmolLM2-135M-Instruct.Q4_1.gguf OUT --keep 6
 import argparse
 import sys
 
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import hf_hybrid_ssm  # noqa: F401  registers the families
-from hf_hybrid_ssm.upcycle import Keep, load_teacher, upcycle
+from hf_hybrid_ssm.upcycle import Keep, choose_layers, load_teacher, upcycle
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("teacher")
@@ -23,8 +24,9 @@ parser.add_argument("--tokens", type=int, default=256, help="of an answer, at mo
 args = parser.parse_args()
 
 teacher = load_teacher(args.teacher)
-student, report = upcycle(teacher, Keep(args.keep, args.keep_by, args.window))
-print(report)
+choice = choose_layers(teacher, Keep(args.keep, args.keep_by, args.window), tqdm)  # minutes, with a bar
+student, _ = upcycle(teacher, choice)
+print(choice)
 student.save_pretrained(args.out, export_code=True)
 teacher.tokenizer.save_pretrained(args.out)
 

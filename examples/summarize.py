@@ -30,12 +30,12 @@ args = parser.parse_args()
 set_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForSeq2SeqLM.from_pretrained(args.model, dtype="float32")
+model.generation_config.update(max_length=args.tokens, num_beams=4)  # saved, and used wherever it writes
 
 
 def tokenized(batch):
-    labels = tokenizer(text_target=batch["summary"], truncation=True, max_length=args.tokens - 1)["input_ids"]
-    inputs = tokenizer(batch["document"], truncation=True, max_length=2048)
-    return {**inputs, "labels": [[*ids, tokenizer.eos_token_id] for ids in labels]}  # a summary has an end
+    labels = tokenizer(text_target=batch["summary"], truncation=True, max_length=args.tokens)  # the end included
+    return {**tokenizer(batch["document"], truncation=True, max_length=2048), "labels": labels["input_ids"]}
 
 
 table = load_dataset("csv", data_files=args.table, split="train").train_test_split(0.1, seed=0)
@@ -57,8 +57,6 @@ arguments = Seq2SeqTrainingArguments(
     per_device_train_batch_size=8,
     eval_strategy="epoch",
     predict_with_generate=True,
-    generation_max_length=args.tokens,
-    generation_num_beams=4,
     report_to="none",
 )
 trainer = Seq2SeqTrainer(
@@ -73,5 +71,5 @@ trainer = Seq2SeqTrainer(
 trainer.train()
 trainer.save_model()
 inputs = tokenizer(table["test"]["document"][:1], truncation=True, max_length=2048, return_tensors="pt")
-written = model.generate(**inputs.to(model.device), max_new_tokens=args.tokens, num_beams=4)
+written = model.generate(**inputs.to(model.device))
 print(tokenizer.batch_decode(written, skip_special_tokens=True)[0])

@@ -24,7 +24,7 @@ from _lib.entry import guarded, parsed
 from _lib.masking import MaskingCollator, SpanCorruption, TokenMasking, text_length
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import scored_documents, sliding_loss
-from _lib.training import perplexity, save_figure, write_json
+from _lib.training import perplexity, save_figure, say_figures, write_json
 
 import torch
 import torch.nn.functional as F
@@ -312,5 +312,5 @@ def sample_section(folder: Path, known: dict[str, Any], tokenizer: Any) -> str:
 if __name__ == "__main__":
     guarded(
         "publish_checkpoint.py",
-        lambda: print(publish(parsed(PublishArguments))),
+        lambda: say_figures(publish(parsed(PublishArguments))),
     )

@@ -80,6 +80,8 @@ def test_summarize(tmp_path):
     short = ["--epochs", 1, "--tokens", 6]
     said = run("summarize.py", own, tmp_path / "out", "--model", CHECKPOINTS / "spade-seq2seq-books", *short)
     assert "eval_rougeL" in said and (tmp_path / "out/model.safetensors").is_file()
+    saved = json.loads((tmp_path / "out/generation_config.json").read_text(encoding="utf-8"))
+    assert (saved["max_length"], saved["num_beams"]) == (6, 4)
 
 
 def test_lora(text, tmp_path):

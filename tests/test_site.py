@@ -52,8 +52,12 @@ def pages(site):
 
 def test_every_page_is_there(site):
     assert (site / "index.html").read_bytes() == (site / "README.html").read_bytes()
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "reports").rglob("*.md")]:
+    notebooks = sorted((ROOT / "docs").rglob("*.ipynb"))
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "reports").rglob("*.md"), *notebooks]:
         assert (site / path.relative_to(ROOT)).with_suffix(".html").is_file()
+    for path in notebooks:  # with what they printed and drew
+        page = (site / path.relative_to(ROOT)).with_suffix(".html").read_text(encoding="utf-8")
+        assert "<img" in page and "highlight-text" in page, path
 
 
 def test_links_and_pictures_lead_somewhere(site, pages):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_hybrid_ssm.cli import main
@@ -114,14 +115,20 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path):
     assert target.read_text() == "theirs" and not (tmp_path / "new").exists()
 
 
+def write_tensors(path: Path, name: str) -> None:
+    with whole_file(path) as beside:
+        save_file({name: torch.ones(1)}, beside)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no such permissions")
-def test_permissions_are_those_of_the_file_that_was_there(tmp_path):
+@pytest.mark.parametrize("write", [write_whole, write_tensors])
+def test_permissions_are_those_of_the_file_that_was_there(tmp_path, write):
     kept = tmp_path / "kept"
     kept.touch(mode=0o640)
-    write_whole(kept, "text")
+    write(kept, "text")
     assert kept.stat().st_mode & 0o777 == 0o640
     mask = os.umask(0o027)
-    write_whole(tmp_path / "new", "text")
+    write(tmp_path / "new", "text")
     os.umask(mask)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
 

@@ -25,7 +25,9 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     try:
         if target.is_file() and not target.is_symlink():
             beside.chmod(target.stat().st_mode & 0o777)
+        mode = beside.stat().st_mode & 0o777
         yield beside
+        beside.chmod(mode)  # safetensors 0.8.0 puts another file there, with 0600
         with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(target)

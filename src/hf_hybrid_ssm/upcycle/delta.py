@@ -26,7 +26,7 @@ from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify import check_tensors, own_tensors
-from hf_hybrid_ssm.hub.writing import write_whole
+from hf_hybrid_ssm.hub.writing import whole_file, write_whole
 from hf_hybrid_ssm.upcycle.loading import TeacherFiles, open_teacher, weights_as_saved
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 
@@ -99,7 +99,8 @@ def save_delta(
         student.generation_config.save_pretrained(where)
     if tokenizer is not None:
         tokenizer.save_pretrained(where)
-    save_file(own, where / DELTA_WEIGHTS, metadata={"format": "pt"})
+    with whole_file(where / DELTA_WEIGHTS) as beside:
+        save_file(own, beside, metadata={"format": "pt"})
     delta.write(where)
     return delta
 
