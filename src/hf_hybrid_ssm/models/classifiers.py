@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import (
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -20,7 +21,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from hf_hybrid_ssm.models.heads import Head, Logits, Predicted
+from hf_hybrid_ssm.models.heads import Head, Logits
 from hf_hybrid_ssm.models.inputs import INTEGERS, check_integers, check_shape
 from hf_hybrid_ssm.models.outputs import SequenceClassifierWithCache, by_both_cache_names
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -141,10 +142,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}, or be -100."
         )
-    logits, labels = _wide(logits), labels.to(logits.device).reshape(-1).long()
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits, labels)
-    return _divided(F.cross_entropy(logits, labels, reduction="sum"), 0, num_items_in_batch)
+    return fixed_cross_entropy(_wide(logits), labels.to(logits.device).reshape(-1).long(), num_items_in_batch)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -181,15 +179,11 @@ class SequenceClassificationHead(Head):
         last = last_real_token(*tokens, self.config.pad_token_id, hidden_states.shape[:2]).to(hidden_states.device)
         return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), last]
 
-    def _scores(self, pooled: torch.Tensor) -> torch.Tensor:
+    def _logits(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.score(pooled)
 
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self._scores(hidden_states)
-        if targets is None:
-            return logits, None
-        of_loss = {"labels": targets, "pooled_logits": logits, "config": self.config}
-        return logits, self.loss_function(logits=logits, **of_loss, **kwargs)
+    def _loss(self, logits: Logits, targets: Any, **options: Any) -> torch.Tensor:
+        return super()._loss(logits, targets, pooled_logits=logits, **options)
 
 
 class MultipleChoiceHead:
@@ -241,11 +235,8 @@ class TokenClassificationHead(Head):
         self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
         self.score = nn.Linear(config.hidden_size, config.num_labels)
 
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.score(self.dropout(hidden_states))
-        if targets is None:
-            return logits, None
-        return logits, self.loss_function(logits=logits, labels=targets, config=self.config, **kwargs)
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.score(self.dropout(hidden_states))
 
 
 class QuestionAnsweringHead(Head):
@@ -284,9 +275,11 @@ class QuestionAnsweringHead(Head):
         is_asked = start_positions is not None or end_positions is not None
         return self._forward(inputs, (start_positions, end_positions) if is_asked else None, {}, kwargs)
 
-    def _predict(self, hidden_states: torch.Tensor, targets: Any, **kwargs: Any) -> Predicted:
-        logits = self.qa_outputs(hidden_states).unbind(-1)
-        return logits, None if targets is None else self.loss_function(*logits, *targets, **kwargs)
+    def _logits(self, hidden_states: torch.Tensor) -> Logits:
+        return self.qa_outputs(hidden_states).unbind(-1)
+
+    def _loss(self, logits: Logits, targets: Any, **options: Any) -> torch.Tensor:
+        return self.loss_function(*logits, *targets, **options)
 
     def _output(self, logits: Logits, **fields: Any) -> Any:
         start, end = logits

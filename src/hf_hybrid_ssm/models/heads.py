@@ -48,9 +48,16 @@ class Head:
         """What the head reads of (B, L, D)."""
         return hidden_states
 
+    def _logits(self, hidden_states: torch.Tensor) -> Logits:
+        raise NotImplementedError
+
+    def _loss(self, logits: Logits, targets: Any, **options: Any) -> torch.Tensor:
+        return self.loss_function(logits=logits, labels=targets, config=self.config, **options)
+
     def _predict(self, hidden_states: torch.Tensor, targets: Any, **options: Any) -> Predicted:
         """Logits and, where there are targets, the loss."""
-        raise NotImplementedError
+        logits = self._logits(hidden_states)
+        return logits, None if targets is None else self._loss(logits, targets, **options)
 
     def _output(self, logits: Logits, **fields: Any) -> Any:
         return self.output_class(logits=logits, **fields)

@@ -14,6 +14,7 @@ from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
+from hf_hybrid_ssm.models import classifiers
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
@@ -21,12 +22,6 @@ from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinea
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingStates
 from hf_hybrid_ssm.models.cache import States
-from hf_hybrid_ssm.models.classifiers import (
-    MultipleChoiceHead,
-    QuestionAnsweringHead,
-    SequenceClassificationHead,
-    TokenClassificationHead,
-)
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
@@ -228,22 +223,22 @@ class BstForMaskedLM(BstLMHead, MaskedLMHead, BstPreTrainedModel):
 
 
 @auto_docstring
-class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedModel):
+class BstForSequenceClassification(classifiers.SequenceClassificationHead, BstPreTrainedModel):
     base_model_class = BstModel
 
 
 @auto_docstring
-class BstForMultipleChoice(MultipleChoiceHead, BstForSequenceClassification):
+class BstForMultipleChoice(classifiers.MultipleChoiceHead, BstForSequenceClassification):
     """One score for each text."""
 
 
 @auto_docstring
-class BstForTokenClassification(TokenClassificationHead, BstPreTrainedModel):
+class BstForTokenClassification(classifiers.TokenClassificationHead, BstPreTrainedModel):
     base_model_class = BstModel
 
 
 @auto_docstring
-class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
+class BstForQuestionAnswering(classifiers.QuestionAnsweringHead, BstPreTrainedModel):
     base_model_class = BstModel
 
 

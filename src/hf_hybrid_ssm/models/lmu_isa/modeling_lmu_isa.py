@@ -15,14 +15,9 @@ from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
+from hf_hybrid_ssm.models import classifiers
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.classifiers import (
-    MultipleChoiceHead,
-    QuestionAnsweringHead,
-    SequenceClassificationHead,
-    TokenClassificationHead,
-)
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
@@ -172,22 +167,22 @@ class LmuIsaForCausalLM(CausalLMHead, LmuIsaPreTrainedModel, GenerationMixin):
 
 
 @auto_docstring
-class LmuIsaForSequenceClassification(SequenceClassificationHead, LmuIsaPreTrainedModel):
+class LmuIsaForSequenceClassification(classifiers.SequenceClassificationHead, LmuIsaPreTrainedModel):
     base_model_class = LmuIsaModel
 
 
 @auto_docstring
-class LmuIsaForMultipleChoice(MultipleChoiceHead, LmuIsaForSequenceClassification):
+class LmuIsaForMultipleChoice(classifiers.MultipleChoiceHead, LmuIsaForSequenceClassification):
     """One score for each text."""
 
 
 @auto_docstring
-class LmuIsaForTokenClassification(TokenClassificationHead, LmuIsaPreTrainedModel):
+class LmuIsaForTokenClassification(classifiers.TokenClassificationHead, LmuIsaPreTrainedModel):
     base_model_class = LmuIsaModel
 
 
 @auto_docstring
-class LmuIsaForQuestionAnswering(QuestionAnsweringHead, LmuIsaPreTrainedModel):
+class LmuIsaForQuestionAnswering(classifiers.QuestionAnsweringHead, LmuIsaPreTrainedModel):
     base_model_class = LmuIsaModel
 
 

@@ -15,14 +15,9 @@ from transformers.utils import auto_docstring
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models import classifiers
 from hf_hybrid_ssm.models.base import HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.classifiers import (
-    MultipleChoiceHead,
-    QuestionAnsweringHead,
-    SequenceClassificationHead,
-    TokenClassificationHead,
-)
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
     ATTENTION,
@@ -174,22 +169,22 @@ class LonghornForCausalLM(AttendingGeneration, CausalLMHead, LonghornPreTrainedM
 
 
 @auto_docstring
-class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreTrainedModel):
+class LonghornForSequenceClassification(classifiers.SequenceClassificationHead, LonghornPreTrainedModel):
     base_model_class = LonghornModel
 
 
 @auto_docstring
-class LonghornForMultipleChoice(MultipleChoiceHead, LonghornForSequenceClassification):
+class LonghornForMultipleChoice(classifiers.MultipleChoiceHead, LonghornForSequenceClassification):
     """One score for each text."""
 
 
 @auto_docstring
-class LonghornForTokenClassification(TokenClassificationHead, LonghornPreTrainedModel):
+class LonghornForTokenClassification(classifiers.TokenClassificationHead, LonghornPreTrainedModel):
     base_model_class = LonghornModel
 
 
 @auto_docstring
-class LonghornForQuestionAnswering(QuestionAnsweringHead, LonghornPreTrainedModel):
+class LonghornForQuestionAnswering(classifiers.QuestionAnsweringHead, LonghornPreTrainedModel):
     base_model_class = LonghornModel
 
 

@@ -21,14 +21,9 @@ from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
 from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.models import classifiers
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.classifiers import (
-    MultipleChoiceHead,
-    QuestionAnsweringHead,
-    SequenceClassificationHead,
-    TokenClassificationHead,
-)
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
@@ -400,7 +395,7 @@ class SpadeClassificationHead(nn.Module):
 
 
 @auto_docstring
-class SpadeForSequenceClassification(StackOfCheckpoint, SequenceClassificationHead, SpadePreTrainedModel):
+class SpadeForSequenceClassification(StackOfCheckpoint, classifiers.SequenceClassificationHead, SpadePreTrainedModel):
     """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
 
     base_model_class = staticmethod(classified_stack)
@@ -411,7 +406,7 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SequenceClassificationHe
         self.num_labels = config.num_labels
         self.classifier = SpadeClassificationHead(config, self._num_scores(config))
 
-    def _scores(self, pooled: torch.Tensor) -> torch.Tensor:
+    def _logits(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.classifier(pooled)
 
     def _forward(self, inputs: dict[str, Any], targets: Any, options: dict[str, Any], kwargs: Any) -> Any:
@@ -443,7 +438,7 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SequenceClassificationHe
 
 
 @auto_docstring
-class SpadeForMultipleChoice(MultipleChoiceHead, SpadeForSequenceClassification):
+class SpadeForMultipleChoice(classifiers.MultipleChoiceHead, SpadeForSequenceClassification):
     """One score for each text."""
 
     def __init__(self, config: SpadeConfig):
@@ -454,7 +449,7 @@ class SpadeForMultipleChoice(MultipleChoiceHead, SpadeForSequenceClassification)
 
 
 @auto_docstring
-class SpadeForTokenClassification(StackOfCheckpoint, TokenClassificationHead, SpadePreTrainedModel):
+class SpadeForTokenClassification(StackOfCheckpoint, classifiers.TokenClassificationHead, SpadePreTrainedModel):
     """Over the bidirectional encoder, or over the causal stack of a language model."""
 
     base_model_class = staticmethod(classified_stack)
@@ -462,7 +457,7 @@ class SpadeForTokenClassification(StackOfCheckpoint, TokenClassificationHead, Sp
 
 
 @auto_docstring
-class SpadeForQuestionAnswering(StackOfCheckpoint, QuestionAnsweringHead, SpadePreTrainedModel):
+class SpadeForQuestionAnswering(StackOfCheckpoint, classifiers.QuestionAnsweringHead, SpadePreTrainedModel):
     """Over the bidirectional encoder, or over the causal stack of a language model."""
 
     base_model_class = staticmethod(classified_stack)

@@ -6,138 +6,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache, GenerationConfig, GenerationMixin
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPast,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-)
+from transformers import Cache, GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.models.cache import begin_forward, finish_forward, read_rows
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs, check_labels
 from hf_hybrid_ssm.models.outputs import (
     CACHE,
-    BaseModelOutputWithCache,
     Seq2SeqLMOutputWithCache,
     Seq2SeqModelOutputWithCache,
     by_both_cache_names,
 )
-from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.cross_attention import SpadeCrossAttention, check_source, prepare_seq2seq_cache
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import (
-    SpadeBlock,
     SpadeEncoder,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
     SpadeForTokenClassification,
     SpadePreTrainedModel,
-    SpadeStack,
-    build_norm,
     spade_embedding,
 )
-from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
-
-
-class SpadeDecoderBlock(SpadeBlock):
-    """Self-attention (with a state-space model where global), cross-attention, feed-forward, each with its own
-    norm."""
-
-    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
-        super().__init__(config, layer_idx, is_causal=True, attention_bias=bias)
-        self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
-        self.cross_attn_norm = build_norm(config)
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        encoder_states: torch.Tensor,
-        encoder_mask: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        rows: PackedRows | None = None,
-        cache: EncoderDecoderCache | None = None,
-    ) -> torch.Tensor:
-        own = None if cache is None else cache.self_attention_cache
-        mixing = {"bias": bias, "rows": rows, "cache": own}
-        hidden_states = self._residual(hidden_states, rows, self.mixing, self.mixing_norm, **mixing)
-        cross = {"encoder_states": encoder_states, "mask": encoder_mask, "cache": cache}
-        hidden_states = self._residual(hidden_states, rows, self.cross_attn, self.cross_attn_norm, **cross)
-        return self._residual(hidden_states, rows, self.feed_forward, self.feed_forward_norm)
-
-
-class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
-    """The decoder's layers with their positions, between embeddings and head."""
-
-    _can_record_outputs = {"hidden_states": SpadeDecoderBlock}
-
-    def __init__(self, config: SpadeSeq2SeqConfig):
-        stack = config.decoder_config()
-        super().__init__(stack)
-        self.positions = None
-        if config.decoder_position_embedding_type == "learned":
-            self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
-        bias = config.decoder_attention_bias
-        blocks = (SpadeDecoderBlock(stack, index, bias) for index in range(config.num_decoder_layers))
-        self._build_stack(stack, is_causal=True, blocks=blocks)
-        self.post_init()
-
-    @capture_outputs
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        encoder_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        encoder_mask: torch.Tensor | None,
-        cache: EncoderDecoderCache | None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
-        """(B, T, d), (B, S, d) → (B, T, d)."""
-        own = None if cache is None else cache.self_attention_cache
-        rows = read_rows(
-            own,
-            embeddings.shape[:2],
-            attention_mask=attention_mask,
-            keeps_padding=self.positions is not None,
-            mask_name="decoder_attention_mask",
-        )
-        if self.positions is not None:
-            embeddings = embeddings + self.positions(
-                self._position_ids(rows, self.positions.num_embeddings, embeddings.device)
-            )
-        hidden_states = self._enter_stack(embeddings)
-        mask, source = None, encoder_states
-        if encoder_mask is not None:
-            real = encoder_mask != 0
-            # the weight of padding is 0, and 0 times NaN is NaN
-            mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
-        if cache is not None:
-            check_source(cache, source, encoder_states)
-        inputs = (encoder_states, mask, self._shared_bias(), rows)
-        begin_forward(own)
-        hidden_states = self._through_layers(hidden_states, *inputs, cache=cache)
-        finish_forward(own, self)
-        return BaseModelOutputWithCache(
-            last_hidden_state=self._last_norm(hidden_states, rows),
-            **{CACHE: cache},
-        )
-
-    def _position_ids(self, rows: PackedRows, limit: int, device: torch.device) -> torch.Tensor:
-        positions = rows.positions(device)
-        if can_read_values(positions) and positions.max() >= limit:
-            raise ValueError(
-                f"the target has {int(positions.max()) + 1} tokens, but max_target_positions={limit}; "
-                'decoder_position_embedding_type="relative" has no limit.'
-            )
-        return positions
+from hf_hybrid_ssm.models.spade.modeling_spade_decoder import SpadeDecoder, prepare_seq2seq_cache
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 
 
 @auto_docstring
