@@ -87,7 +87,7 @@ def test_a_compiled_step_writes_the_same(checkpoint, tmp_path, capsys, monkeypat
         assert main([*command, "--compile"]) == 0
         shown = capsys.readouterr()
         assert shown.out == expected
-        assert not kept_programs.CAN_KEEP or shown.err.startswith(prefix) and bool(prefix) == ("kept" in shown.err)
+        assert not kept_programs.CAN_KEEP or (shown.err.startswith(prefix) and bool(prefix) == ("kept" in shown.err))
 
 
 def test_what_cannot_be_compiled_is_refused(tmp_path, capsys):
