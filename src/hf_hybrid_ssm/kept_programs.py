@@ -83,6 +83,7 @@ def _step(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 def _made(key: str, model: Any, config: CompileConfig, inputs: dict[str, Any]) -> Callable | None:
     """A new program, which is written to disk; it is None, and `torch.compile` the way, where torch cannot."""
+    logger.info("compiling the step that writes a token, which takes a minute or two for 30 layers ...")
     begun = time.perf_counter()
     settings = config.to_dict()
     settings["options"] = dict(settings["options"]) | {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
@@ -93,9 +94,9 @@ def _made(key: str, model: Any, config: CompileConfig, inputs: dict[str, Any]) -
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         program.save_compiled_function(str(place / key))
     except Exception as error:  # an experimental part of torch, which raises what it likes
-        logger.info("The step is compiled, but not kept for other processes: %s", error)
+        logger.info("what torch compiles is not kept for other processes: %s", error)
         return None
-    logger.info("The step was compiled in %.0f s, and is kept in %s.", time.perf_counter() - begun, place / key)
+    logger.info("compiled in %.0f s, and kept in %s", time.perf_counter() - begun, place / key)
     return program
 
 
@@ -109,7 +110,7 @@ def _read(key: str) -> Callable | None:
         program.disable_guard_check()
         is_current = all(_source(part.module) == part.content for part in program.source_info().inlined_sources)
     except Exception as error:  # of another version, or damaged: compiled anew
-        logger.info("The kept program %s is not read: %s", key, error)
+        logger.info("the kept program %s is not read: %s", key, error)
         return None
     return program if is_current else None
 

@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.cli import COMMANDS, main
+from hf_hybrid_ssm.models import kept_programs
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_config
 from tests.cli.folders import TEXT, forked, python, save_checkpoint
-from tests.tiny_models import build, config_of
+from tests.tiny_models import build, compiles, config_of
 
 # -- the door ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,30 @@ def test_generate_streams_what_the_model_says(variant, tmp_path, capsys):
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["text"] == text and found["prompt"] == "one two" and found["new_tokens"] == len(expected)
+
+
+@compiles
+def test_a_compiled_step_writes_the_same(checkpoint, tmp_path, capsys, monkeypatch):
+    """It says that it compiles, and that once: the program is kept."""
+    monkeypatch.setenv("HF_HYBRID_SSM_CACHE", str(tmp_path))
+    command = ["generate", str(checkpoint), "one two", "--max-new-tokens", "7"]
+    assert main(command) == 0
+    expected = capsys.readouterr().out
+    for prefix in ("compiling ", ""):
+        monkeypatch.setattr(kept_programs, "_programs", {})
+        assert main([*command, "--compile"]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == expected
+        assert not kept_programs.CAN_KEEP or (shown.err.startswith(prefix) and bool(prefix) == ("kept" in shown.err))
+
+
+def test_what_cannot_be_compiled_is_refused(tmp_path, capsys):
+    folder = save_checkpoint(tmp_path / "folder", "encoder-decoder")
+    assert main(["generate", str(folder), "one", "--compile"]) == 1
+    assert "--compile is for decoders on a CPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", str(folder), "one", "--compile", "--context", "file.safetensors"])
+    assert "--compile has a cache of its own" in capsys.readouterr().err
 
 
 def test_a_decoder_writes_no_more_than_it_has_positions_for(tmp_path, capsys):

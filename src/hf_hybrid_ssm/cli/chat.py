@@ -1,9 +1,10 @@
 """Talk with a checkpoint that has a chat template, line by line.
 
 Each line is a message, and the answer is printed while it is generated. What was said before is not read again: its
-state is kept (a GiB at most; `HF_HYBRID_SSM_PREFIX_CACHE` sets another number of bytes, 0 for none). The line
-!clear begins a new conversation; !exit ends the command, as does the end of the input. In a terminal Ctrl-C ends an
-answer. The input may also be a file, whose lines are answered in turn.
+state is kept (a GiB at most; `HF_HYBRID_SSM_PREFIX_CACHE` sets another number of bytes, 0 for none). With --compile
+tokens are written faster, but each turn reads all that was said. The line !clear begins a new conversation; !exit ends
+the command, as does the end of the input. In a terminal Ctrl-C ends an answer. The input may also be a file, whose
+lines are answered in turn.
 
 Examples:
     hf-hybrid-ssm chat FOLDER
@@ -55,11 +56,14 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"{args.model} holds {kind}: `hf-hybrid-ssm generate FOLDER TEXT` continues a text.")
     if args.seed is not None:
         set_seed(args.seed)
-    converse(model, tokenizer, options_of(args) | prefix_cache_of(model), args.system, args.json)
+    options = options_of(args) | ({} if args.compile else prefix_cache_of(model))
+    converse(model, tokenizer, options, args.system, args.json, args.compile)
     return 0
 
 
-def converse(model: Any, tokenizer: Any, options: dict[str, Any], system: str | None, as_json: bool) -> None:
+def converse(
+    model: Any, tokenizer: Any, options: dict[str, Any], system: str | None, as_json: bool, compiles: bool = False
+) -> None:
     """Answer the lines of the input, each after all that was said before it."""
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
@@ -72,7 +76,7 @@ def converse(model: Any, tokenizer: Any, options: dict[str, Any], system: str | 
         asked = [*messages, {"role": "user", "content": line}]
         inputs = inputs_of_conversation(tokenizer, asked).to(model.device)
         try:
-            answer = answered(model, tokenizer, inputs, options, streams=not as_json)
+            answer = answered(model, tokenizer, inputs, options, streams=not as_json, compiles=compiles)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise

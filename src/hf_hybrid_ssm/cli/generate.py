@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     if args.text is not None and args.prompt is not None:
         parser.error("TEXT and --prompt are the same: give one of them")
+    if args.compile and args.context is not None:
+        parser.error("--compile has a cache of its own, and --context brings one: give one of them")
     check_model_name(args.model)
     prompt = text_of(args.prompt if args.text is None else args.text)
     from transformers import set_seed
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
         inputs = inputs_of_conversation(tokenizer, [{"role": "user", "content": prompt}]).to(model.device)
     else:
         inputs = inputs_of(tokenizer, prompt).to(model.device)
-    answer = answered(model, tokenizer, inputs, options, streams=not args.json)
+    answer = answered(model, tokenizer, inputs, options, streams=not args.json, compiles=args.compile)
     if args.json:
         print(json.dumps({"prompt": prompt} | answer.as_json()))
     if is_chat or tokenizer.chat_template is None or args.context is not None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SAMPLING = ("temperature", "top_p", "top_k")
+LEAST_ROOM = 2048  # tokens, of compiled decoding
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     )
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest tokens of total share P")
     parser.add_argument("--top-k", type=positive, metavar="K", help="draw among the K likeliest tokens")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the step that writes a token: a minute or two the first time, seconds later (on a CPU)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws, for the same text each time")
 
 
@@ -56,6 +62,27 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     draws = {"do_sample": True} if args.sample or sampling else {}
     return {"max_new_tokens": args.max_new_tokens} | draws | sampling
+
+
+def compiled_options(model: Any, tokens: int) -> dict[str, Any]:
+    """The arguments of `generate` that compile its step, for texts of up to so many tokens; a line on the error output
+    says that it compiles.
+
+    Raises:
+        ValueError: the model is not a decoder on a CPU.
+    """
+    import logging
+
+    from hf_hybrid_ssm.models import kept_programs
+    from hf_hybrid_ssm.models.compiled import compiled_decoding
+
+    if model.config.is_encoder_decoder or model.device.type != "cpu":
+        raise ValueError("--compile is for decoders on a CPU: leave it out.")
+    if not kept_programs.logger.handlers:
+        kept_programs.logger.addHandler(logging.StreamHandler(sys.stderr))
+        kept_programs.logger.setLevel(logging.INFO)
+    room = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())  # one program for texts of many lengths
+    return {"cache_implementation": "static", "max_cache_len": room, "compile_config": compiled_decoding()}
 
 
 def share(text: str) -> float:
@@ -116,13 +143,15 @@ def inputs_of_conversation(tokenizer: Any, messages: Sequence[Mapping[str, str]]
 
 
 def answered(
-    model: Any, tokenizer: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], streams: bool
+    model: Any, tokenizer: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], streams: bool, compiles: bool
 ) -> Answer:
     """Generate from the inputs (1, L), and print the text while it is generated if `streams`."""
     import torch
     from transformers import TextStreamer
 
     shown = {"streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)} if streams else {}
+    if compiles:
+        options = dict(options) | compiled_options(model, inputs["input_ids"].shape[1] + options["max_new_tokens"])
     begun = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(**inputs, **options, **shown)[0]
