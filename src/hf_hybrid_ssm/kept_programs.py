@@ -38,8 +38,11 @@ from hf_hybrid_ssm.ops.core.transforms import float32_precision
 logger = logging.getLogger(__name__)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-OF_THE_CALLER = {"_compiled_call", "_last_compile_config", "_compiled_modules", "generation_config", "name_or_path"}
-"""Attributes of a model that no step reads."""
+UNREAD = {
+    *("_compiled_call", "_last_compile_config", "_compiled_modules", "generation_config", "name_or_path"),
+    "_kernel_cache",
+}
+"""Attributes that no step reads."""
 GLOBAL_HOOKS = nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks
 MORE_OUTPUTS = ("output_hidden_states", "output_attentions")
 
@@ -146,7 +149,7 @@ def _key(model: nn.Module, config: CompileConfig, inputs: dict[str, Any]) -> str
 
 
 def _described_module(module: nn.Module, seen: dict[int, tuple[int, Any]]) -> Any:
-    own = {name: value for name, value in vars(module).items() if name not in OF_THE_CALLER | {"_modules"}}
+    own = {name: value for name, value in vars(module).items() if name not in UNREAD | {"_modules"}}
     # hooks have numbers, which count those of the process
     own |= {name: list(value.values()) for name, value in own.items() if "_hooks" in name and isinstance(value, dict)}
     return _name(type(module)), list(module._modules), _described(own, seen)

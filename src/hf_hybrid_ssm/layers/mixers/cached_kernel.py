@@ -84,6 +84,7 @@ class CachedKernelMixer(Mixer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._kernel_cache: dict[Any, Any] = {}
+        self._token_cache: dict[Any, Any] = {}  # apart, since a compiled step looks at the keys of what it reads
         self._marks: dict[str, ValueMark | VersionMark] = {}
         self._copies: dict[str, torch.Tensor] = {}  # the parameters that the cache was computed from
         super().__init__(*args, **kwargs)
@@ -101,7 +102,7 @@ class CachedKernelMixer(Mixer):
         trains = (is_compiling or torch.is_grad_enabled()) and any(one.requires_grad for one in tensors.values())
         if trains or is_transforming():
             if not is_compiling:
-                self._kernel_cache = {}  # FSDP writes into gathered parameters without a change of version
+                self._kernel_cache, self._token_cache = {}, {}  # FSDP writes without a change of version
             with self._without_autocast():
                 return compute(False)
         if is_compiling:
@@ -110,12 +111,13 @@ class CachedKernelMixer(Mixer):
             self._clear_if_changed(tensors)
             if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
                 leave = torch.inference_mode(False)
-        if key not in self._kernel_cache:
+        cache = self._token_cache if key[0] == "token" else self._kernel_cache
+        if key not in cache:
             with leave, torch.no_grad(), self._without_autocast():
-                self._kernel_cache[key] = compute(True)
+                cache[key] = compute(True)
                 for name in tensors.keys() - self._copies.keys():  # a compiler makes no marks
                     self._copies[name] = tensors[name].detach().clone()
-        return self._kernel_cache[key]
+        return cache[key]
 
     def _without_autocast(self) -> contextlib.AbstractContextManager:
         """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
@@ -153,9 +155,8 @@ class CachedKernelMixer(Mixer):
                 torch._assert_async(same.all(), message)
 
     def clear_kernel_cache(self) -> None:
-        self._kernel_cache = {}
-        self._marks = {}
-        self._copies = {}
+        self._kernel_cache, self._token_cache = {}, {}
+        self._marks, self._copies = {}, {}
 
     # all ways in which parameters change, other than in-place writes
 
@@ -173,7 +174,7 @@ class CachedKernelMixer(Mixer):
         self.clear_kernel_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel_cache": {}, "_marks": {}, "_copies": {}}
+        return {**self.__dict__, "_kernel_cache": {}, "_token_cache": {}, "_marks": {}, "_copies": {}}
 
     def _replicate_for_data_parallel(self) -> "CachedKernelMixer":
         replica = super()._replicate_for_data_parallel()
