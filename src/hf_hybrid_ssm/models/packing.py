@@ -16,7 +16,7 @@ is cached with the states (`RecurrentStateLayer.packing_state`):
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,7 +103,9 @@ class PackedRows(Rows):
         return positions.clamp(min=0)
 
 
-GIVEN = tuple({part.name for part in fields(PackedRows)} - {"starts", "packing_state", "is_step", "overwrites_states"})
+DEFAULTS: dict[str, Any] = {"past": 0, "needs_starts": False, "before": {}}
+DEFAULTS |= dict.fromkeys(("padding", "documents", "starts_new_document", "full_token_mask"))
+GIVEN = ("length", *DEFAULTS, "mask_covers_cache", "return_final_state", "capacity")
 """The fields of `PackedRows` from which the others follow."""
 
 
@@ -114,27 +116,28 @@ def packed_rows(*, may_overwrite: Callable[[], bool] | None = None, **given: Any
         may_overwrite: asked of a step, whether it may overwrite the states; None: it may not.
         given: as of `PackedRows`; a row of `starts_new_document` that reads only padding does not begin one yet.
     """
-    rows = PackedRows(**given)
-    begins = None if rows.starts_new_document is None else _rows_that_begin(rows.starts_new_document, rows.padding)
-    starts = _starts(rows, begins) if rows.needs_starts else None
+    given = DEFAULTS | given
+    past, padding = given["past"], given["padding"]
+    if given["starts_new_document"] is not None:
+        given["starts_new_document"] = _rows_that_begin(given["starts_new_document"], padding)
+    starts = _starts(given) if given["needs_starts"] else None
     packing_state = {
-        "document": _last_document(rows, begins),
+        "document": _last_document(given),
         "start": None if starts is None else starts[:, -1],
-        "token_mask": rows.full_token_mask,
-        "padding": _padding_so_far(rows),
+        "token_mask": given["full_token_mask"],
+        "padding": _padding_so_far(padding, past, given["before"].get("padding")),
     }
     # one real token in every row, of the document before it or of its own
-    has_past = not isinstance(rows.past, int) or rows.past > 0
-    is_step = rows.length == 1 and rows.padding is None and rows.documents is None and has_past
+    is_one = given["length"] == 1 and padding is None and given["documents"] is None
+    is_step = is_one and (not isinstance(past, int) or past > 0)
     is_step = is_step and not torch.is_grad_enabled() and not is_transforming()
-    follows = {
-        "starts_new_document": begins,
-        "starts": starts,
-        "packing_state": {name: tensor for name, tensor in packing_state.items() if tensor is not None},
-        "is_step": is_step,
-        "overwrites_states": is_step and may_overwrite is not None and may_overwrite(),
-    }
-    return PackedRows(**given | follows)
+    return PackedRows(
+        **given,
+        starts=starts,
+        packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
+        is_step=is_step,
+        overwrites_states=is_step and may_overwrite is not None and may_overwrite(),
+    )
 
 
 def with_zero_rows(state: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
@@ -298,44 +301,46 @@ def _rows_that_begin(starts_new_document: torch.Tensor, padding: Padding | None)
     return starts_new_document
 
 
-def _starts(rows: PackedRows, begins: torch.Tensor | None) -> torch.Tensor | None:
+def _starts(given: dict[str, Any]) -> torch.Tensor | None:
     """`PackedRows.starts`."""
-    seq_idx = None if rows.documents is None else rows.documents.of_columns
-    start = rows.before.get("start")  # that of the last token before
+    length, past, documents, begins = (given[name] for name in ("length", "past", "documents", "starts_new_document"))
+    seq_idx = None if documents is None else documents.of_columns
+    start = given["before"].get("start")  # that of the last token before
     known = [tensor for tensor in (seq_idx, begins, start) if tensor is not None]
     if not known:
         return None
     batch, device = known[0].shape[0], known[0].device
     first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-    first = first if begins is None else torch.where(begins, rows.past, first)
+    first = first if begins is None else torch.where(begins, past, first)
     first = first.unsqueeze(1)
     if seq_idx is None:
-        return first.expand(-1, rows.length)
-    columns = torch.arange(1, rows.length, device=device) + rows.past
+        return first.expand(-1, length)
+    columns = torch.arange(1, length, device=device) + past
     later = torch.where(seq_idx[:, 1:] != seq_idx[:, :-1], columns, 0)
     return torch.cat([first, later], 1).cummax(1).values
 
 
-def _padding_so_far(rows: PackedRows) -> torch.Tensor | None:
-    before = rows.before.get("padding")
-    if rows.token_mask is None:
+def _padding_so_far(padding: Padding | None, past: Any, before: torch.Tensor | None) -> torch.Tensor | None:
+    if padding is None or padding.token_mask is None:
         return before
-    more = signature(~rows.token_mask, rows.past)
+    more = signature(~padding.token_mask, past)
     return more if before is None else before + more
 
 
-def _last_document(rows: PackedRows, begins: torch.Tensor | None) -> torch.Tensor | None:
+def _last_document(given: dict[str, Any]) -> torch.Tensor | None:
     """`document` of the packing state."""
-    last, documents = rows.before.get("document"), rows.documents
+    last, documents, padding = given["before"].get("document"), given["documents"], given["padding"]
     if documents is not None and documents.is_numbered:
         number = 2 * documents.of_columns[:, -1].long() + 1
-        mask = rows.token_mask
-        return number if mask is None else torch.where(mask.any(1), number, 0 if last is None else last)
+        if padding is None or padding.token_mask is None:
+            return number
+        return torch.where(padding.token_mask.any(1), number, 0 if last is None else last)
     if last is None:
         return None
     if documents is not None:
         seq_idx = documents.of_columns
         last = torch.where(seq_idx[:, -1] == seq_idx[:, 0], last, 0)
+    begins = given["starts_new_document"]
     return last if begins is None else torch.where(begins, 0, last)
 
 
@@ -367,8 +372,9 @@ def check_past(mask: torch.Tensor, length: int, known: torch.Tensor | None, name
         "what they read, nor read what they passed over. Give the mask that the tokens were read with (0 for what "
         "`generate` appends after a row's end), or use a new cache."
     )
-    row = f"row {int(differs.to(torch.uint8).argmax())} of " if can_read_values(differs) else ""
-    refuse_where(differs.any(), row + message)
+    if can_read_values(differs) and bool(differs.any()):
+        message = f"row {int(differs.to(torch.uint8).argmax())} of {message}"
+    refuse_where(differs.any(), message)
 
 
 def check_columns_are_known(known: torch.Tensor | None, name: str) -> None:
