@@ -124,19 +124,6 @@ def test_gradients_reach_everything():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"lmu_reduced_order": 11}, "lmu_reduced_order=11 must be at most lmu_order=10"),
-        ({"first_sublayer": "global_attention", "num_attention_heads": 5}, "num_attention_heads=5"),
-        ({"first_sublayer": "window_attention", "sliding_window": None}, "sliding_window=None"),
-    ],
-)
-def test_bad_configurations(fields, message):
-    with pytest.raises(ValueError, match=message):
-        LmuIsaConfig(**TINY | fields)
-
-
-@pytest.mark.parametrize(
     ("fields", "message"), [({"lmu_order": 20}, "exceeds lmu_theta"), ({"lmu_theta": 5000}, "8e-6")]
 )
 def test_doubtful_configurations_warn(fields, message):

@@ -79,26 +79,17 @@ class PackedRows(Rows):
 
     def first(self, num_tokens: int) -> "PackedRows":
         """The same of the first tokens only, in columns as given."""
+        given = {name: getattr(self, name) for name in GIVEN}
         padding, documents, full = self.padding, self.documents, self.full_token_mask
         if padding is not None and padding.token_mask is not None:
             padding = Padding.from_token_mask(padding.token_mask[:, :num_tokens])
         if documents is not None:
             known = {"count": documents.count, "is_numbered": documents.is_numbered}
             documents = Documents.without_padding(documents.of_columns[:, :num_tokens], padding, **known)
-        rows = packed_rows(
-            length=num_tokens,
-            past=self.past,
-            padding=padding,
-            documents=documents,
-            starts_new_document=self.starts_new_document,
-            full_token_mask=None if full is None else full[:, : full.shape[1] - self.length + num_tokens],
-            mask_covers_cache=self.mask_covers_cache,
-            needs_starts=self.needs_starts,
-            before=self.before,
-            return_final_state=self.return_final_state,
-            capacity=self.capacity,
-        )
-        return replace(rows, is_step=False)  # a layer reads them again as the beginning of a longer piece
+        if full is not None:
+            full = full[:, : full.shape[1] - self.length + num_tokens]
+        given |= {"length": num_tokens, "padding": padding, "documents": documents, "full_token_mask": full}
+        return replace(packed_rows(**given), is_step=False)  # a layer reads them again as part of a longer piece
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
@@ -112,51 +103,40 @@ class PackedRows(Rows):
         return positions.clamp(min=0)
 
 
-def packed_rows(
-    *,
-    length: int,
-    past: int | torch.Tensor = 0,
-    padding: Padding | None = None,
-    documents: Documents | None = None,
-    starts_new_document: torch.Tensor | None = None,
-    needs_starts: bool = False,
-    before: States | None = None,
-    may_overwrite: Callable[[], bool] | None = None,
-    **others: Any,
-) -> PackedRows:
-    """Rows from what was found out about them.
+DEFAULTS: dict[str, Any] = {"past": 0, "needs_starts": False, "before": {}}
+DEFAULTS |= dict.fromkeys(("padding", "documents", "starts_new_document", "full_token_mask"))
+GIVEN = ("length", *DEFAULTS, "mask_covers_cache", "return_final_state", "capacity")
+"""The fields of `PackedRows` from which the others follow."""
+
+
+def packed_rows(*, may_overwrite: Callable[[], bool] | None = None, **given: Any) -> PackedRows:
+    """Rows from what was found out about them, and what follows from it.
 
     Args:
         may_overwrite: asked of a step, whether it may overwrite the states; None: it may not.
-        others: as of `PackedRows`, like the rest.
+        given: as of `PackedRows`; a row of `starts_new_document` that reads only padding does not begin one yet.
     """
-    before = {} if before is None else before
-    begins = None if starts_new_document is None else _rows_that_begin(starts_new_document, padding)
-    starts = _starts(length, past, documents, begins, before.get("start")) if needs_starts else None
-    last = before.get("document")
-    is_known = documents is not None or last is not None
+    given = DEFAULTS | given
+    past, padding = given["past"], given["padding"]
+    if given["starts_new_document"] is not None:
+        given["starts_new_document"] = _rows_that_begin(given["starts_new_document"], padding)
+    starts = _starts(given) if given["needs_starts"] else None
     packing_state = {
-        "document": _last_document(documents, padding, begins, last) if is_known else None,
+        "document": _last_document(given),
         "start": None if starts is None else starts[:, -1],
-        "token_mask": others.get("full_token_mask"),
-        "padding": _padding_so_far(padding, past, before.get("padding")),
+        "token_mask": given["full_token_mask"],
+        "padding": _padding_so_far(padding, past, given["before"].get("padding")),
     }
     # one real token in every row, of the document before it or of its own
-    is_step = length == 1 and padding is None and documents is None and (not isinstance(past, int) or past > 0)
+    is_one = given["length"] == 1 and padding is None and given["documents"] is None
+    is_step = is_one and (not isinstance(past, int) or past > 0)
     is_step = is_step and not torch.is_grad_enabled() and not is_transforming()
     return PackedRows(
-        length=length,
-        past=past,
-        padding=padding,
-        documents=documents,
-        starts_new_document=begins,
-        needs_starts=needs_starts,
+        **given,
         starts=starts,
-        before=before,
         packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
         is_step=is_step,
         overwrites_states=is_step and may_overwrite is not None and may_overwrite(),
-        **others,
     )
 
 
@@ -243,9 +223,8 @@ def resolve_packing(
         numbers = documents.of_columns if documents is not None and documents.is_numbered else None
         starts_new_document = _starts_new_document(numbers, position_ids, before.get("document"))
     full_token_mask = None
-    if keeps_padding:
-        token_mask = None if padding is None else padding.token_mask
-        full_token_mask = _full_token_mask(attention_mask, token_mask, before.get("token_mask"), past, batch, length)
+    if keeps_padding:  # that of the mask, or the mask after what earlier ones said
+        full_token_mask = attention_mask != 0 if covers else _appended(before.get("token_mask"), padding, past, length)
     return packed_rows(
         length=length,
         past=past,
@@ -275,24 +254,17 @@ def _check_mask_shape(mask: torch.Tensor, batch: int, length: int, past: int | t
         )
 
 
-def _full_token_mask(
-    attention_mask: torch.Tensor | None,
-    token_mask: torch.Tensor | None,
-    before: torch.Tensor | None,
-    past: int | torch.Tensor,
-    batch: int,
-    length: int,
+def _appended(
+    before: torch.Tensor | None, padding: Padding | None, past: int | torch.Tensor, length: int
 ) -> torch.Tensor | None:
-    """(B, past + L) the columns that are not padding: of the mask, or the mask after what earlier ones said."""
-    if attention_mask is not None and attention_mask.shape[1] > length:
-        return attention_mask != 0
-    if token_mask is None:
-        if before is None:
-            return None
-        token_mask = torch.ones(batch, length, dtype=torch.bool, device=before.device)
-    elif before is None:
-        before = torch.ones(batch, int(past), dtype=torch.bool, device=token_mask.device)
-    return torch.cat([before, token_mask], 1)
+    """(B, past + L) the columns that are not padding, from those before; None where all are real."""
+    token_mask = None if padding is None else padding.token_mask
+    known = before if token_mask is None else token_mask
+    if known is None:
+        return None
+    real = [known.new_ones(known.shape[0], int(past)) if before is None else before]
+    real += [known.new_ones(known.shape[0], length) if token_mask is None else token_mask]
+    return torch.cat(real, 1)
 
 
 def _restarts(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -329,21 +301,17 @@ def _rows_that_begin(starts_new_document: torch.Tensor, padding: Padding | None)
     return starts_new_document
 
 
-def _starts(
-    length: int,
-    past: int | torch.Tensor,
-    documents: Documents | None,
-    starts_new_document: torch.Tensor | None,
-    start: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """`PackedRows.starts`, from that of the last token before, `start` (B,)."""
+def _starts(given: dict[str, Any]) -> torch.Tensor | None:
+    """`PackedRows.starts`."""
+    length, past, documents, begins = (given[name] for name in ("length", "past", "documents", "starts_new_document"))
     seq_idx = None if documents is None else documents.of_columns
-    known = [tensor for tensor in (seq_idx, starts_new_document, start) if tensor is not None]
+    start = given["before"].get("start")  # that of the last token before
+    known = [tensor for tensor in (seq_idx, begins, start) if tensor is not None]
     if not known:
         return None
     batch, device = known[0].shape[0], known[0].device
     first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-    first = first if starts_new_document is None else torch.where(starts_new_document, past, first)
+    first = first if begins is None else torch.where(begins, past, first)
     first = first.unsqueeze(1)
     if seq_idx is None:
         return first.expand(-1, length)
@@ -352,23 +320,16 @@ def _starts(
     return torch.cat([first, later], 1).cummax(1).values
 
 
-def _padding_so_far(
-    padding: Padding | None, past: int | torch.Tensor, before: torch.Tensor | None
-) -> torch.Tensor | None:
+def _padding_so_far(padding: Padding | None, past: Any, before: torch.Tensor | None) -> torch.Tensor | None:
     if padding is None or padding.token_mask is None:
         return before
     more = signature(~padding.token_mask, past)
     return more if before is None else before + more
 
 
-def _last_document(
-    documents: Documents | None,
-    padding: Padding | None,
-    starts_new_document: torch.Tensor | None,
-    last: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """`document` of the packing state, from that of the piece before, `last` (B,)."""
-    seq_idx = None if documents is None else documents.of_columns
+def _last_document(given: dict[str, Any]) -> torch.Tensor | None:
+    """`document` of the packing state."""
+    last, documents, padding = given["before"].get("document"), given["documents"], given["padding"]
     if documents is not None and documents.is_numbered:
         number = 2 * documents.of_columns[:, -1].long() + 1
         if padding is None or padding.token_mask is None:
@@ -376,9 +337,11 @@ def _last_document(
         return torch.where(padding.token_mask.any(1), number, 0 if last is None else last)
     if last is None:
         return None
-    if seq_idx is not None:
+    if documents is not None:
+        seq_idx = documents.of_columns
         last = torch.where(seq_idx[:, -1] == seq_idx[:, 0], last, 0)
-    return last if starts_new_document is None else torch.where(starts_new_document, 0, last)
+    begins = given["starts_new_document"]
+    return last if begins is None else torch.where(begins, 0, last)
 
 
 def signature(padded: torch.Tensor, first: int | torch.Tensor = 0) -> torch.Tensor:
@@ -409,10 +372,9 @@ def check_past(mask: torch.Tensor, length: int, known: torch.Tensor | None, name
         "what they read, nor read what they passed over. Give the mask that the tokens were read with (0 for what "
         "`generate` appends after a row's end), or use a new cache."
     )
-    if not can_read_values(differs):
-        torch._assert_async(~differs.any(), message)
-    elif bool(differs.any()):
-        raise ValueError(f"row {int(differs.to(torch.uint8).argmax())} of {message}")
+    if can_read_values(differs) and bool(differs.any()):
+        message = f"row {int(differs.to(torch.uint8).argmax())} of {message}"
+    refuse_where(differs.any(), message)
 
 
 def check_columns_are_known(known: torch.Tensor | None, name: str) -> None:

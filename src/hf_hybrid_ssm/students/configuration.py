@@ -71,6 +71,10 @@ class Student:
     memory: Mapping[str, Any] = field(default_factory=dict)
     window_dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("own_kinds", "has_windows", "has_sinks", "cache_layer_types"):
+            getattr(self, name)  # now: a graph cannot hold the lock that Python 3.11 takes for the first look
+
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Student":
         """Of the dictionary that a configuration holds.
