@@ -331,12 +331,6 @@ def test_all_groups_of_a_layer_are_the_layer():
     assert layer.plan == groups.plan
 
 
-def test_without_texts_the_teacher_writes_them():
-    teacher = other("qwen2")
-    texts = [text_of(teacher, 4, 24, 5)]
-    assert rank_layers_by_kl(teacher, window=8, seed=5) == rank_layers_by_kl(teacher, texts, 8)
-
-
 def test_a_ranking_is_the_same_for_the_same_seed():
     teacher = recalling()
     assert rank_by_recall(teacher, window=WINDOW) == rank_by_recall(teacher, window=WINDOW)
@@ -453,5 +447,6 @@ def test_prompts_of_sentences_share_their_texts(window, windows, monkeypatch):
 
 
 def test_facts_are_bounded_by_the_vocabulary():
-    with pytest.raises(ValueError, match="facts=9 must be at most 8"):
-        recall_prompts(None, VOCAB, WINDOW, facts=9)
+    assert len(recall_prompts(None, 16, WINDOW)[0].positions) == 6  # two facts
+    with pytest.raises(ValueError, match="vocab_size=7 leaves 7 tokens: 4 for a key and its value"):
+        recall_prompts(None, 7, WINDOW)

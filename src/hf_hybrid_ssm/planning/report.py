@@ -1,6 +1,6 @@
 """A plan as text: in full, or one line per preset."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_hybrid_ssm.planning.measurement import measure_step
@@ -92,9 +92,9 @@ def _is_of_a_paper(name: str) -> bool:
     return not any(part in name for part in ("-lra-", "-rule", "-deep"))
 
 
-def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
+def page(setup: Setup, command: str) -> str:
     """reports/planning.md."""
-    rows = [preset_line(name, setup) for name in names or filter(_is_of_a_paper, preset_names())]
+    rows = [preset_line(name, setup) for name in filter(_is_of_a_paper, preset_names())]
     lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows)]
     return TEXT.format(
         command=command,

@@ -210,14 +210,13 @@ class SinkChoice:
 
 
 @torch.no_grad()
-def choose_sink(student: Any, input_ids: torch.Tensor, most: float = MOST_LOSS) -> SinkChoice:
+def choose_sink(student: Any, input_ids: torch.Tensor) -> SinkChoice:
     """Keep a student's constant sinks if they are as good as the real first tokens of texts; else let the cache keep
     these ("first_token").
 
     Args:
         student: a language model with constant sinks.
         input_ids: (B, L), texts from their first token on, without padding.
-        most: nats a token that constant sinks may cost.
 
     Raises:
         ValueError: the student has no constant sink, or the texts are no longer than a window.
@@ -241,7 +240,7 @@ def choose_sink(student: Any, input_ids: torch.Tensor, most: float = MOST_LOSS) 
             total += float(torch.nn.functional.cross_entropy(found[0, :-1].float(), wanted, reduction="sum"))
         losses[kind] = total / targets.numel()
     student.train(training)
-    holds = losses["constant"] <= losses["first_token"] + most
+    holds = losses["constant"] <= losses["first_token"] + MOST_LOSS
     if not holds:
         set_sinks(student, "first_token")
     return SinkChoice("constant" if holds else "first_token", **losses, tokens=targets.numel())
@@ -271,7 +270,7 @@ class _FirstTokens:
         return own_attention(module)(module, query, key, value, None, **options)
 
 
-def first_token_ids(vocab_size: int, tokenizer: Any | None = None, seed: int = 0) -> torch.Tensor:
+def first_token_ids(vocab_size: int, tokenizer: Any | None = None) -> torch.Tensor:
     """Token ids (N, 1): the one that the tokenizer or else its chat template begins every text with, or `TOKENS` drawn
     from the vocabulary."""
     if tokenizer is not None:
@@ -282,7 +281,7 @@ def first_token_ids(vocab_size: int, tokenizer: Any | None = None, seed: int = 0
             begins = {tuple(_message(tokenizer, text)[:1]) for text in TEXTS}
             if len(begins) == 1:
                 return torch.tensor([begins.pop()])
-    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:TOKENS].unsqueeze(1)
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))[:TOKENS].unsqueeze(1)
 
 
 def _message(tokenizer: Any, text: str) -> list[int]:

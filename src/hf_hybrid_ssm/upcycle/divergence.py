@@ -23,31 +23,26 @@ LENGTH_IN_WINDOWS = 3
 @torch.inference_mode()
 def rank_layers_by_kl(
     teacher: Teacher,
-    texts: Sequence[torch.Tensor] | None = None,
+    texts: Sequence[torch.Tensor],
     window: int = PROBE_WINDOW,
-    seed: int = 0,
     progress: Callable[[Sequence[Any]], Any] | None = None,
 ) -> LayerRanking:
     """The layers of a teacher that see all tokens by KL(teacher || windowed), less that with the layer's own reach;
     tokens beyond the window alone count.
 
     Args:
-        texts: token ids (B, L) without padding, L longer than the window; None: `text_of` the teacher, four rows of
-            three windows.
+        texts: token ids (B, L) without padding, L longer than the window, such as `text_of` the teacher.
         window: tokens that a windowed layer sees before its own; the first token too.
-        seed: of the teacher's text.
         progress: wraps the sequence of rows, as `tqdm` does.
 
     Raises:
         ValueError: a text ends within the window.
     """
-    if texts is None:
-        texts = [text_of(teacher, ROWS, LENGTH_IN_WINDOWS * window, seed)]
     rows = [row[None] for text in texts for row in text]
     if short := [row.shape[1] for row in rows if row.shape[1] <= window + 1]:
         raise ValueError(f"texts have {short[0]} tokens, which window={window} shows whole: give longer ones.")
     if not rows:
-        raise ValueError("texts is empty: give some token ids, or None.")
+        raise ValueError("texts is empty: give some token ids.")
     layers, device = teacher.layers, teacher.model.device
     won = dict.fromkeys(layers, 0.0)
     tokens = 0

@@ -49,7 +49,6 @@ def recall_prompts(
     vocab_size: int,
     window: int,
     windows: int = WINDOWS,
-    facts: int | None = None,
     count: int | None = None,
     seed: int = 0,
 ) -> list[RecallPrompt]:
@@ -60,14 +59,12 @@ def recall_prompts(
         vocab_size: token ids lie below it.
         window: tokens between a fact and its question, at least.
         windows: how many long a prompt is, about; sentences have their facts anywhere, token ids at the beginning.
-        facts: of token ids in each prompt, all of which are asked for; None: eight, or what a small vocabulary has
-            tokens for.
         count: of prompts; None: two texts of sentences with seven each, or eight of token ids.
 
     Raises:
-        ValueError: a number is not positive, or the vocabulary is too small for so many keys.
+        ValueError: a number is not positive, or the vocabulary is too small.
     """
-    for name, value in (("window", window), ("windows", windows), ("facts", facts), ("count", count)):
+    for name, value in (("window", window), ("windows", windows), ("count", count)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     if tokenizer is not None and len(words_of(tokenizer)) >= LEAST_WORDS:
@@ -78,13 +75,12 @@ def recall_prompts(
     draw = random.Random(seed)
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
     tokens = sorted(set(range(vocab_size)) - special)
-    most = len(tokens) // (2 * (1 + VALUE_TOKENS))
-    if (facts or 1) > most:
+    facts = min(FACTS, len(tokens) // (2 * (1 + VALUE_TOKENS)))
+    if facts < 1:
         raise ValueError(
-            f"facts={facts or 1} must be at most {most}: keys and values, {1 + VALUE_TOKENS} tokens each, are half of "
-            f"the vocabulary's {len(tokens)}, the others lie between."
+            f"vocab_size={vocab_size} leaves {len(tokens)} tokens: {1 + VALUE_TOKENS} for a key and its value are "
+            "at most half of them, the others lie between."
         )
-    facts = facts or min(FACTS, most)
     return [
         _in_tokens(tokens, max(1, windows - 1) * window, facts, draw) for _ in range(COUNT if count is None else count)
     ]
@@ -96,12 +92,12 @@ def _prompt(shared: torch.Tensor, asked: Asked) -> RecallPrompt:
     return RecallPrompt(ids, torch.arange(length - len(asked.answer), length), shared.shape[1])
 
 
-def made_text(tokenizer: Any | None, length: int, seed: int = 0) -> torch.Tensor | None:
+def made_text(tokenizer: Any | None, length: int) -> torch.Tensor | None:
     """Sentences of the small grammar, in the chat template where there is one: (1, length); None without a tokenizer
     that has words."""
     if tokenizer is None or len(words_of(tokenizer)) < LEAST_WORDS:
         return None
-    filler, text = sentences(random.Random(seed)), ""
+    filler, text = sentences(random.Random(0)), ""
     ids: list[int] = []
     while len(ids) < length:
         text = " ".join([text, *(next(filler) for _ in range(length // 8))]).strip()

@@ -134,17 +134,13 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         return tokenizer
     if not isinstance(tokenizer, str):
         raise ValueError('recall tasks count tokens: name a tokenizer, --metadata \'{"tokenizer": "FOLDER"}\'.')
-    return _load_tokenizer(tokenizer, metadata.get("gguf_file"))
+    return _load_tokenizer(tokenizer, metadata.get("gguf_file") or None)
 
 
 @cache
 def _load_tokenizer(place: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
     """Once for all tasks: to read that of a GGUF file takes long."""
-    return AutoTokenizer.from_pretrained(place, **_file({"gguf_file": gguf_file}))
-
-
-def _file(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metadata[name] for name in ("gguf_file",) if metadata.get(name)}
+    return AutoTokenizer.from_pretrained(place, gguf_file=gguf_file)
 
 
 def _readable(metadata: Mapping[str, Any]) -> int:
@@ -154,7 +150,8 @@ def _readable(metadata: Mapping[str, Any]) -> int:
     if metadata.get("max_length"):
         return int(metadata["max_length"])
     if isinstance(metadata.get("pretrained"), str):
-        return resolve_max_length(AutoConfig.from_pretrained(metadata["pretrained"], **_file(metadata)))
+        config = AutoConfig.from_pretrained(metadata["pretrained"], gguf_file=metadata.get("gguf_file") or None)
+        return resolve_max_length(config)
     raise ValueError("recall tasks are never cut: name the model as pretrained in model_args, or give max_length.")
 
 
