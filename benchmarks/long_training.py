@@ -60,6 +60,7 @@ def decays(layer: EMA) -> dict[str, float]:
     u[:, 0] = 1.0
     _, before = layer.forward_rows(u[:, :1], None, Rows(return_final_state=True))
     _, after = layer.forward_rows(u[:, 1:], before, Rows(return_final_state=True))
+    assert before is not None and after is not None
     shown = (after.double() / before.double()).flatten()[0] ** (1 / WITHOUT_INPUT)
     return {"parameters": 1 - float(p * a), "state": float(shown)}
 

@@ -35,11 +35,16 @@ except ImportError as error:
     raise SystemExit(f"{error.name} is needed: {install_command('train', 'sft')}") from error
 
 FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
+NOT_READ = {"tools", "chat_template_kwargs", "images", "videos"}
+"""Columns that TRL would read, too, and that change what a text is."""
 
 
 # The end-of-text token closes each answer, so that generation stops there. What stands between the generation tags is
 # what `assistant_only_loss` trains. The space is part of the answer, as byte-level vocabularies begin words with it.
 PLAIN = """{% for message in messages %}
+{% if message['content'] is not string or message['tool_calls'] %}
+{{ raise_exception("a message's content must be text, without tool_calls: give a chat_template that knows more") }}
+{% endif %}
 {% if message['role'] == 'assistant' %}
 Assistant:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}
 
@@ -101,9 +106,11 @@ def rows_of(files: list[str], limit: int | None = None) -> Dataset:
     """The rows, with the columns of their format alone.
 
     Raises:
-        ValueError: they have the columns of none.
+        ValueError: they have the columns of none, or one that is not read and changes a text.
     """
     rows = documents_of_files(files)
+    if others := sorted(NOT_READ & set(rows.column_names)):
+        raise ValueError(f"{files} have the column {others[0]!r}, which is not read: write it into the messages.")
     wanted = next((columns for columns in FORMATS if columns <= set(rows.column_names)), None)
     if wanted is None:
         known = "; ".join(" and ".join(sorted(columns)) for columns in FORMATS)

@@ -1,8 +1,8 @@
-"""`benchmarks/long_decoding.py`: a run that was stopped is continued, and its table grows with it."""
+"""`benchmarks/long_*.py` of runs that take hours: what was stopped is continued, and tables grow with it."""
 
 import pytest
 
-from benchmarks import long_decoding
+from benchmarks import long_decoding, long_serving, long_training
 from benchmarks.speed_tables import long_decoding as table
 
 
@@ -35,3 +35,21 @@ def test_the_table_has_what_has_come_so_far():
     lines = table({"models": models}).splitlines()
     assert lines[0].endswith("| 100 | 1,000 | resident MB, first to last |")
     assert lines[2:] == ["| one | 1.0e-07 | 2.0e-07 | 300 to 301 |", "| other | 3.0e-07 |  | 300 to 300 |"]
+
+
+@pytest.mark.parametrize("mode", long_training.MODES)
+def test_a_training_is_continued_where_it_was_stopped(mode, tmp_path):
+    whole = long_training.trained(mode, (0, 20), tmp_path / "whole")
+    long_training.trained(mode, (0, 10), tmp_path / "parts")
+    assert long_training.trained(mode, (0, 20), tmp_path / "parts")["20"] == whole["20"]
+    first, last = whole.values()
+    assert first["parameters"] == pytest.approx(first["state"], abs=1e-8) == pytest.approx(0.99, abs=2e-4)
+    assert (first == last) == (mode == "all in bfloat16")  # whose steps round to nothing
+
+
+def test_a_folder_stays_within_its_bound(monkeypatch):
+    monkeypatch.setattr(long_serving, "FOLDER_BYTES", 100_000)
+    monkeypatch.setattr(long_serving, "RESTART_EVERY", 8)
+    found = long_serving.keep(17)
+    assert 0 < found["most_bytes"] <= 100_000 and found["restarts"] == found["went_on"] == 2
+    assert found["other_answers"] == found["foreign_lost"] == 0

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from _lib.documents import train_tokenizer
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
@@ -137,6 +138,13 @@ def test_the_plain_template(tokenizer):
     masked = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
     trained = [token for token, one in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if one]
     assert tokenizer.decode(trained) == f" Hello.{tokenizer.eos_token}"
+    for other in (
+        {"content": None},
+        {"content": [{"type": "text", "text": "Hi"}]},
+        {"content": "", "tool_calls": [1]},
+    ):
+        with pytest.raises(TemplateError, match="content must be text, without tool_calls"):
+            tokenizer.apply_chat_template([{"role": "assistant", **other}], tokenize=False)
 
 
 def test_a_template_of_ones_own(tokenizer, tmp_path):
@@ -156,5 +164,7 @@ def test_formats_of_rows(tmp_path, tokenizer):
     assert question_of(rows(text="one two three four five six seven eight nine")[0], tokenizer).endswith("eight")
     with pytest.raises(ValueError, match="messages; completion and prompt; text"):
         rows(question="?")
+    with pytest.raises(ValueError, match="have the column 'tools', which is not read"):
+        rows(messages=[{"role": "user", "content": "Hi"}], tools=[{"name": "search"}])
     with pytest.raises(ValueError, match="lora_rank=-1"):
         SftArguments("x", ["y"], lora_rank=-1)
