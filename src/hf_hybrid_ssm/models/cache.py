@@ -167,7 +167,7 @@ def _check_room(cache: Cache, length: int) -> None:
         "needs their keys. Make it with a larger max_cache_len, or use `DynamicCache(config=model.config)`."
     )
     if isinstance(past, torch.Tensor):
-        torch._assert_async(past + length <= rooms[0], message.format(length))
+        torch._assert_async(past + length <= rooms[0], message.format("any"))  # a graph of all lengths has no number
     elif past + length > rooms[0]:
         raise IndexError(message.format(f"{length} after {past}"))
 
