@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm import kept_programs
 from hf_hybrid_ssm.cli import COMMANDS, main
-from hf_hybrid_ssm.models import kept_programs
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_config
 from tests.cli.folders import TEXT, forked, python, save_checkpoint

@@ -73,8 +73,8 @@ def compiled_options(model: Any, tokens: int) -> dict[str, Any]:
     """
     import logging
 
-    from hf_hybrid_ssm.models import kept_programs
-    from hf_hybrid_ssm.models.compiled import compiled_decoding
+    from hf_hybrid_ssm import kept_programs
+    from hf_hybrid_ssm.compiled import compiled_decoding
 
     if model.config.is_encoder_decoder or model.device.type != "cpu":
         raise ValueError("--compile is for decoders on a CPU: leave it out.")

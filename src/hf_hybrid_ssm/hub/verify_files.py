@@ -123,8 +123,8 @@ def tensors_of(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]
                 index = weights_name(folder)
                 raise ValueError(f"{folder / name} lacks the tensor {tensor!r} that {index} places there.")
     first: dict[str, str] = {}
-    for name, tensors in headers.items():  # transformers reads all of each file, and takes the last
-        for tensor in tensors:
+    for name, header in headers.items():  # transformers reads all of each file, and takes the last
+        for tensor in header:
             if (other := first.setdefault(tensor, name)) != name:
                 raise ValueError(f"{folder / name} holds {tensor!r}, which {other} holds too: save one of them.")
     return headers

@@ -66,10 +66,10 @@ class StackOfCheckpoint(PreTrainedModel):
             kwargs["config"].causal_classifier = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def _refuse_to_be_new(self, source: Any, missing: set[str]) -> None:
+    def _refuse_to_be_new(self, source: Any, info: dict[str, Any]) -> None:
         """As for any model, except where an encoder was asked for, of whatever checkpoint."""
         if getattr(self.config, "causal_classifier", None) is not False:
-            super()._refuse_to_be_new(source, missing)
+            super()._refuse_to_be_new(source, info)
 
 
 def _is_causal(architectures: list[str] | None) -> bool:
