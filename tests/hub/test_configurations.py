@@ -6,7 +6,7 @@ import logging
 import pytest
 from transformers import AutoConfig
 
-from hf_hybrid_ssm.hub.configurations import check_fields, new_config, with_fields
+from hf_hybrid_ssm.hub.configurations import check_fields, config_of_folder, new_config, with_fields
 from hf_hybrid_ssm.models import configuration
 from hf_hybrid_ssm.models.families import FAMILIES
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
@@ -87,3 +87,15 @@ def test_other_values_of_some_fields():
         with pytest.raises(ValueError, match=message):
             with_fields(config, {field: value})
     check_fields(LonghornConfig, ["rope_theta", "num_labels", "hidden_size"])
+
+
+def test_nothing_is_executed_for_a_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n", encoding="utf-8")
+    for saved in ('{"auto_map": {"AutoConfig": "mine.Config"}}', '{"model_type": ["longhorn"]}'):
+        (tmp_path / "config.json").write_text(saved, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"config\.json has no model_type"):
+            config_of_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
+    with pytest.raises(ValueError, match="model_type='mine' is not a family"):
+        config_of_folder(tmp_path)
+    assert not (tmp_path / "executed").exists()

@@ -104,6 +104,27 @@ def test_equals_its_equation(name, keep):
     torch.testing.assert_close(new(ids).logits, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi"])
+def test_a_sink_is_the_mean_first_key_not_yet_turned(name):
+    """`llama` has YaRN here, which scales keys, and `phi` turns half of a head."""
+    model = student_of(teacher(name), window=WINDOW)
+    init_sinks(model, torch.tensor([[5], [9]]))
+    keys = {}
+
+    class Look:
+        def attend(self, module, query, key, value, *others, **options):
+            keys[module.layer_idx] = key.mean(0)[:, 0]
+            return query.transpose(1, 2) * 0, None
+
+    ids = torch.tensor([[5], [9]])
+    model.base_model(ids, position_ids=torch.zeros_like(ids), student=Look())
+    module = model.base_model.layers[full_layers(name)[0]].self_attn
+    scale = getattr(model.base_model.rotary_emb, "attention_scaling", 1.0)
+    assert (scale > 1) == (name == "llama")
+    if full_layers(name)[0] == 0:  # those above have read other outputs of attention
+        torch.testing.assert_close(module.sink.key * scale, keys[0])
+
+
 def test_a_text_must_be_longer_than_the_window():
     """What the choice of a sink does is tested with whole students (`tests/upcycle/test_sinks.py`)."""
     with pytest.raises(ValueError, match="more than 7 tokens are needed"):
