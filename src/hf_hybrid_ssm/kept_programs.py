@@ -2,9 +2,11 @@
 
 torch's own cache on disk holds what its backend makes of a graph; the graph itself is traced anew by each process,
 which for 30 layers takes most of half a minute. torch can also write down a whole traced and compiled function
-(`torch.compile(...).aot_compile`), but binds it to nothing that a model is. So a program is kept here under a hash of
-all that tracing looks at (`_described`: of modules, inputs and cache the classes, plain attributes, functions by their
-code, and of tensors all but their values), and the sources that were traced are compared when it is read.
+(`torch.compile(...).aot_compile`), but binds it to nothing that a model is.
+So a program is kept here under a hash of all that tracing looks at (`_described`: of modules, inputs and cache the
+classes with their functions, plain attributes, functions by their code and by what they read of their module, and of
+tensors all but their values), and the sources that were traced are compared when it is read. What cannot be described
+is not kept.
 
 What torch cannot write down is compiled by `torch.compile` as ever. A program is code: one that others could have
 written is not read (`unsafe`).
@@ -17,17 +19,22 @@ import inspect
 import logging
 import os
 import platform
+import tempfile
 import time
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as nn_module
-from transformers import CompileConfig, PreTrainedConfig
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import Cache, CompileConfig, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.outputs import CACHE, OLD
 from hf_hybrid_ssm.ops.core import instruction_sets
@@ -40,9 +47,14 @@ logger = logging.getLogger(__name__)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 UNREAD = {
     *("_compiled_call", "_last_compile_config", "_compiled_modules", "generation_config", "name_or_path"),
-    "_kernel_cache",
+    *("_kernel_cache", "_marks"),
 }
 """Attributes that no step reads."""
+LARGE = ("torch", "transformers.modeling_utils", "transformers.generation", "transformers.utils", "accelerate")
+"""Modules whose functions are described by their code alone, without what they read."""
+MOST = 32
+"""Programs that are kept: beyond, those go that have not been read for longest."""
+STARTED = time.time()
 GLOBAL_HOOKS = nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks
 MORE_OUTPUTS = ("output_hidden_states", "output_attentions")
 
@@ -73,7 +85,11 @@ class KeptStep:
     def _found(self, inputs: dict[str, Any]) -> Callable | None:
         if self.model.config.is_encoder_decoder or any(inputs.get(name) for name in MORE_OUTPUTS):
             return None
-        key = _key(self.model, self.config, inputs)
+        try:
+            key = _key(self.model, self.config, inputs)
+        except Exception as error:  # an object that says nothing of itself: of a hook, say
+            logger.info("The step is compiled, but not kept for other processes: %s", error)
+            return None
         if key not in _programs:
             _programs[key] = _read(key) or _made(key, self.model, self.config, inputs)
         return _programs[key]
@@ -93,21 +109,45 @@ def _made(key: str, model: Any, config: CompileConfig, inputs: dict[str, Any]) -
     try:
         program = torch.compile(_step, **settings).aot_compile(((model, inputs), {}))  # type: ignore[attr-defined]
         program.disable_guard_check()
-        place = cache_folder() / "programs"
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        program.save_compiled_function(str(place / key))
     except Exception as error:  # an experimental part of torch, which raises what it likes
-        logger.info("what torch compiles is not kept for other processes: %s", error)
+        logger.info("The step is compiled, but not kept for other processes: %s", error)
         return None
-    logger.info("compiled in %.0f s, and kept in %s", time.perf_counter() - begun, place / key)
+    took = f"The step was compiled in {time.perf_counter() - begun:.0f} s, and is"
+    try:
+        logger.info("%s kept in %s.", took, _write(program, key))
+    except Exception as error:
+        logger.info("%s not kept for other processes: %s", took, error)
     return program
+
+
+def _write(program: Any, key: str) -> Path:
+    for part in program.source_info().inlined_sources:
+        if os.path.getmtime(str(inspect.getsourcefile(importlib.import_module(part.module)))) > STARTED:
+            raise ValueError(f"{part.module} was written since this process began")
+    place = cache_folder() / "programs"
+    for folder in (place.parent, place):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (reason := unsafe(place)) is not None:
+        raise ValueError(reason)
+    with tempfile.TemporaryDirectory(dir=place) as beside:  # other processes see all of a file or none
+        written = Path(beside) / key
+        program.save_compiled_function(str(written))
+        written.chmod(0o600)
+        written.replace(place / key)
+    kept = sorted((path for path in place.iterdir() if path.is_file()), key=os.path.getmtime)
+    for path in kept[:-MOST]:
+        path.unlink(missing_ok=True)
+    return place / key
 
 
 def _read(key: str) -> Callable | None:
     try:
         path = cache_folder() / "programs" / key
-        if not path.exists() or unsafe(path) is not None:
+        if not path.exists():
             return None
+        if (reason := unsafe(path)) is not None:
+            raise ValueError(reason)
+        os.utime(path)
         with path.open("rb") as file:
             program: Any = torch.compiler.load_compiled_function(file)
         program.disable_guard_check()
@@ -133,64 +173,133 @@ def _brief(value: Any) -> Any:
 
 
 def _key(model: nn.Module, config: CompileConfig, inputs: dict[str, Any]) -> str:
-    seen: dict[int, tuple[int, Any]] = {}
+    modules = dict(model.named_modules())
+    seen: dict[int, tuple[int, Any]] = {id(module): (n, module) for n, module in enumerate(modules.values())}
     device = next(model.parameters()).device.type
     settings = (
         (torch.__version__, transformers.__version__, platform.python_version()),
         (instruction_sets.processor(), instruction_sets.in_use(), torch.backends.cpu.get_cpu_capability()),
         (torch.get_num_threads(), torch.get_default_dtype(), float32_precision(), forced_backend()),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device)),
-        (torch.get_autocast_dtype(device), torch.are_deterministic_algorithms_enabled()),
+        (torch.get_autocast_dtype(device), torch.are_deterministic_algorithms_enabled(), torch.get_default_device()),
         _described(config.to_dict(), seen),
         _described([list(hooks.values()) for hooks in GLOBAL_HOOKS], seen),
     )
-    modules = [(name, _described_module(module, seen)) for name, module in model.named_modules()]
-    return hashlib.sha256(repr((settings, modules, _described(inputs, seen))).encode()).hexdigest()
+    described = [(name, _described_module(module, seen)) for name, module in modules.items()]
+    return hashlib.sha256(repr((settings, described, _described(inputs, seen))).encode()).hexdigest()
 
 
-def _described_module(module: nn.Module, seen: dict[int, tuple[int, Any]]) -> Any:
-    own = {name: value for name, value in vars(module).items() if name not in UNREAD | {"_modules"}}
+Seen = dict[int, tuple[int, Any]]
+
+
+def _described_module(module: nn.Module, seen: Seen) -> Any:
+    own = {name: value for name, value in vars(module).items() if name not in UNREAD}
     # hooks have numbers, which count those of the process
     own |= {name: list(value.values()) for name, value in own.items() if "_hooks" in name and isinstance(value, dict)}
-    return _name(type(module)), list(module._modules), _described(own, seen)
+    return _described_class(type(module), seen), _described(own, seen)
 
 
-def _described(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
+def _described_class(kind: type, seen: Seen) -> Any:
+    """Its name, and its functions: those that replaced others too."""
+    if id(kind) in seen:
+        return "again", seen[id(kind)][0]
+    seen[id(kind)] = len(seen), kind
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((*LARGE, "builtins", "abc", "typing"))]
+    parts = [(name, _function_of(value)) for base in own for name, value in vars(base).items()]
+    return _name(kind), [(name, _described(value, seen)) for name, value in parts if value is not None]
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function itself of a property, a method of a class, or a wrapper that caches."""
+    for name in ("fget", "func", "__func__", "__wrapped__"):
+        if not isinstance(value, types.FunctionType):
+            value = getattr(value, name, value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _described(value: Any, seen: Seen) -> Any:
     """All of a value that tracing may look at, without addresses; of tensors and objects also which are the same."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, type):
         return _name(value)
+    if isinstance(value, tuple | frozenset):  # constants: which of them are the same is chance
+        return _name(type(value)), [_described(part, seen) for part in _parts(value)]
     if id(value) in seen:
         return "again", seen[id(value)][0]
     seen[id(value)] = len(seen), value  # kept, so that no other gets its address
     if isinstance(value, torch.Tensor):
         size, switches = (value.shape, value.stride()), (value.requires_grad, value.is_inference())
-        return _name(type(value)), value.dtype, size, value.device, switches
-    return _name(type(value)), [_described(part, seen) for part in _parts(value)]
+        inner = [getattr(value, name) for name in _inner_names(value)]
+        return (
+            _name(type(value)),
+            value.dtype,
+            size,
+            value.device,
+            switches,
+            [_described(part, seen) for part in inner],
+        )
+    if isinstance(value, nn.Module):  # that is not the model's
+        return _described_module(value, seen)
+    kind = _described_class(type(value), seen) if isinstance(value, Cache | CacheLayerMixin) else _name(type(value))
+    return kind, [_described(part, seen) for part in _parts(value)]
+
+
+def _inner_names(tensor: torch.Tensor) -> list[str]:
+    return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
 
 
 def _parts(value: Any) -> Any:
     if isinstance(value, PreTrainedConfig):
-        return [item for item in value.to_dict().items() if item[0] != "_name_or_path"]
+        chosen = str(getattr(value, "_attn_implementation", None)).split("|")[-1]
+        fields = [item for item in vars(value).items() if item[0] not in ("_name_or_path", "_commit_hash")]
+        return ALL_ATTENTION_FUNCTIONS.get(chosen), *fields
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, nn.Module):
-        return ()  # those of the model are described by their names
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _name(value), value.__code__, value.__defaults__, value.__kwdefaults__, cells
-    if isinstance(value, types.CodeType):
-        return value.co_code, value.co_consts, value.co_names
-    return vars(value) if hasattr(value, "__dict__") else (getattr(value, "__qualname__", repr(type(value))),)
+        what = _described_code(value.__code__)[0]
+        return _name(value), what, value.__defaults__, value.__kwdefaults__, cells, _read_by(value)
+    if isinstance(value, types.BuiltinFunctionType):
+        return (value.__qualname__,)
+    if isinstance(value, types.ModuleType):
+        return (value.__name__,)
+    if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket | types.UnionType | types.GenericAlias):
+        return (str(value),)
+    if hasattr(value, "__dict__") and not getattr(type(value), "__slots__", ()):
+        return vars(value).items()
+    return value.__reduce_ex__(2)  # which raises where nothing can be said
+
+
+@functools.cache
+def _described_code(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
+    """A hash of what a function does, and the names that it and the functions inside of it read."""
+    inner = [_described_code(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    constants = [_described(part, {}) for part in code.co_consts if not isinstance(part, types.CodeType)]
+    what = repr((code.co_code, constants, code.co_names, [part for part, _ in inner]))
+    names = {*code.co_names, *(name for _, names in inner for name in names)}
+    return hashlib.sha256(what.encode()).hexdigest(), tuple(sorted(names))
+
+
+def _read_by(function: types.FunctionType) -> list[Any]:
+    """The constants and functions that it reads of its module, and of modules that it names."""
+    if function.__module__ is None or function.__module__.startswith(LARGE):
+        return []
+    names = _described_code(function.__code__)[1]
+    read = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for module in [value for value in read.values() if isinstance(value, types.ModuleType)]:
+        read |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
+    found = [(name, _function_of(value) or value) for name, value in read.items()]
+    kinds = (*PLAIN, torch.Tensor, types.FunctionType, tuple, frozenset)
+    return [(name, value) for name, value in found if isinstance(value, kinds)]
 
 
 def _name(value: Any) -> str:

@@ -1,12 +1,14 @@
 """`compiled_decoding`: the step of `generate` is compiled once on a CPU, and writes the same text."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm import LowBitConfig, compiled_decoding, kept_programs
+from hf_hybrid_ssm import LonghornForCausalLM, LowBitConfig, compiled_decoding, kept_programs
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import compiles, own_language_model, shallow_language_model
 
@@ -156,7 +158,42 @@ def test_low_bits_by_inductor(tmp_path, nothing_kept, monkeypatch):
     assert kept_programs._read(kept.name) is None
 
 
-def test_a_program_is_kept_for_what_is_traced():
+SCALE = 1.0
+
+
+def scaled(*values):
+    return SCALE * values[-1]
+
+
+class Scaled(torch.nn.Module):
+    """A hook that is no module of the model's."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, module, args, output):
+        return self.scale * output
+
+
+def test_what_says_nothing_of_itself_is_compiled_and_not_kept(nothing_kept):
+    model = copy.deepcopy(shallow_language_model("longhorn"))
+
+    def with_an_empty_cell():
+        def inner(module, args, output):
+            return output if args else never
+
+        if not model:
+            never = None
+        return inner
+
+    model.model.norm.register_forward_hook(with_an_empty_cell())
+    options = {"cache_implementation": "static", "max_cache_len": 20, "compile_config": compiled_decoding()}
+    assert torch.equal(written(model, prompts(1, 5), 3, **options), written(model, prompts(1, 5), 3))
+    assert not nothing_kept.exists()
+
+
+def test_a_program_is_kept_for_what_is_traced(monkeypatch):
     """Its name is that of another model with the same modules and other weights, and no other's."""
     peft = pytest.importorskip("peft")
 
@@ -187,6 +224,17 @@ def test_a_program_is_kept_for_what_is_traced():
         yield of(lambda model: model.model.norm.register_forward_hook(lambda module, args, output: -output))
         yield of(lambda model: model.model.norm.register_forward_hook(lambda module, args, output: 2 * output))
         yield of(lambda model: setattr(model.config, "rms_norm_eps", 0.5))
+        yield of(lambda model: model.set_attn_implementation("eager"))
+        for scale in (1.0, -1.0):
+            yield of(lambda model, scale=scale: model.model.norm.register_forward_hook(Scaled(scale)))
+            monkeypatch.setattr(sys.modules[__name__], "SCALE", scale)
+            yield of(lambda model: model.model.norm.register_forward_hook(scaled))
+        with monkeypatch.context() as patch:
+            patch.setattr(RMSNorm, "forward", lambda norm, x: -x)
+            yield of(lambda model: None)
+        with monkeypatch.context() as patch:  # read of the module that defines the mixer
+            patch.setattr(sys.modules[LonghornForCausalLM.__module__], "longhorn_scan", scaled)
+            yield of(lambda model: None)
         model = own_language_model("longhorn")
         yield key(model, torch.int)
         yield key(model, config=compiled_decoding(max_autotune=True))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from hf_hybrid_ssm.ops.local_attention import flex_attention
+from hf_hybrid_ssm.ops.local_attention import _OP, flex_attention
 from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
 from hf_hybrid_ssm.ops.local_attention.reference import EXAMPLES, local_attention_reference
 from tests.row_options import local_attention
@@ -34,14 +34,8 @@ def without_compiler(monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "supports", lambda device_type, dtype: None)
     monkeypatch.setattr(flex_attention, "LEAST_HEAD", 1)
-    monkeypatch.setattr("hf_hybrid_ssm.ops.local_attention._OP.unavailable", lambda *arguments: None)
-    monkeypatch.setitem(_loaded(), "triton", flex_attention.local_attention_triton)
-
-
-def _loaded() -> dict:
-    from hf_hybrid_ssm.ops.local_attention import _OP
-
-    return _OP._loaded
+    monkeypatch.setattr(_OP, "unavailable", lambda *arguments: None)
+    monkeypatch.setitem(_OP._loaded, "triton", flex_attention.local_attention_triton)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -213,10 +213,11 @@ class HybridPreTrainedModel(PreTrainedModel):
                 f"{str(source)!r} was saved from a wrapper, whose tensors begin with {wrapped.removesuffix(some)!r}: "
                 "save the model inside of it instead."
             )
-        raise ValueError(
-            f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
-            f"which would be random: load it as a {holds}, or make a new model with from_config."
-        )
+        if holds != type(self).__name__:
+            raise ValueError(
+                f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
+                f"which would be random: load it as a {holds}, or make a new model with from_config."
+            )
 
     # -- saving with code ---------------------------------------------------------------------------------------
 
