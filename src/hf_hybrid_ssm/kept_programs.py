@@ -19,6 +19,7 @@ import inspect
 import logging
 import os
 import platform
+import sys
 import tempfile
 import time
 import types
@@ -50,8 +51,10 @@ UNREAD = {
     *("_kernel_cache", "_marks"),
 }
 """Attributes that no step reads."""
-LARGE = ("torch", "transformers.modeling_utils", "transformers.generation", "transformers.utils", "accelerate")
-"""Modules whose functions are described by their code alone, without what they read."""
+LARGE = {"torch", "accelerate", "peft", "huggingface_hub", *sys.stdlib_module_names}
+"""Packages whose classes are described by their names, and functions by their code, without what that reads."""
+TRACED = ("models.", "integrations.", "masking_utils", "cache_utils", "activations", "modeling_rope_utils")
+"""What of transformers is not."""
 MOST = 32
 """Programs that are kept: beyond, those go that have not been read for longest."""
 STARTED = time.time()
@@ -204,9 +207,14 @@ def _described_class(kind: type, seen: Seen) -> Any:
     if id(kind) in seen:
         return "again", seen[id(kind)][0]
     seen[id(kind)] = len(seen), kind
-    own = [base for base in kind.__mro__ if not base.__module__.startswith((*LARGE, "builtins", "abc", "typing"))]
+    own = [base for base in kind.__mro__ if _is_looked_into(base.__module__)]
     parts = [(name, _function_of(value)) for base in own for name, value in vars(base).items()]
     return _name(kind), [(name, _described(value, seen)) for name, value in parts if value is not None]
+
+
+def _is_looked_into(module: str | None) -> bool:
+    package, _, rest = (module or "builtins").partition(".")
+    return rest.startswith(TRACED) if package == "transformers" else package not in LARGE
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
@@ -291,7 +299,7 @@ def _described_code(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
 
 def _read_by(function: types.FunctionType) -> list[Any]:
     """The constants and functions that it reads of its module, and of modules that it names."""
-    if function.__module__ is None or function.__module__.startswith(LARGE):
+    if not _is_looked_into(function.__module__):
         return []
     names = _described_code(function.__code__)[1]
     read = {name: function.__globals__[name] for name in names if name in function.__globals__}
@@ -299,7 +307,8 @@ def _read_by(function: types.FunctionType) -> list[Any]:
         read |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
     found = [(name, _function_of(value) or value) for name, value in read.items()]
     kinds = (*PLAIN, torch.Tensor, types.FunctionType, tuple, frozenset)
-    return [(name, value) for name, value in found if isinstance(value, kinds)]
+    # what is None may be filled when it is first asked for
+    return [(name, value) for name, value in found if isinstance(value, kinds) and value is not None]
 
 
 def _name(value: Any) -> str:
