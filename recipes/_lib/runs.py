@@ -54,7 +54,7 @@ class FineTuneArguments:
 
     def __post_init__(self):
         check_either(self, "model_type", "model_name_or_path")
-        check_config(self.model_type, self.config if self.model_type else {})
+        check_config(self.model_type or None, self.config if self.model_type else {})
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
 

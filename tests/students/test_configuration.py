@@ -64,6 +64,7 @@ def test_layers_and_groups_that_are_not_there_are_refused(keep, message):
     "layer, others, message",
     [
         ({"attention": "chunk"}, {}, "attention='chunk' must be one of 'full', 'window', 'none'"),
+        ({"attention": {"a": 1}}, {}, "attention={'a': 1} must be one of 'full', 'window', 'none'"),
         ({"attention": "none"}, {}, "attention='none', but the teacher's is 'full'"),
         ({"attention": "full", "sink": "constant"}, {}, "sink is for attention='window'"),
         ({"attention": "window"}, {}, "window=None must be a number of tokens"),

@@ -110,9 +110,8 @@ def _header(path: Path, reader: "_Reader") -> GgufHeader:
     (version,) = reader.numbers("I", 1)
     if version not in VERSIONS:
         known = " and ".join(map(str, VERSIONS))
-        told = (
-            f"of version {version} of GGUF, and {known}" if version % 2**16 else "big-endian, and little-endian files"
-        )
+        is_swapped = version and not version % 2**16
+        told = "big-endian, and little-endian files" if is_swapped else f"of version {version} of GGUF, and {known}"
         raise ValueError(f"{str(path)!r} is {told} are read.")
     tensor_count, key_count = reader.numbers("Q", 2)
     fields: dict[str, Any] = {}

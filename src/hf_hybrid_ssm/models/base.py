@@ -31,6 +31,7 @@ from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCac
 from hf_hybrid_ssm.models.packing import PackedRows
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module)\.")
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -174,7 +175,9 @@ class HybridPreTrainedModel(PreTrainedModel):
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, teacher: str | os.PathLike | None = None, **kwargs: Any
+    ) -> Any:
         """As in transformers; a folder with a missing or truncated weight file is refused by the file's name, before
         any is read.
 
@@ -187,7 +190,10 @@ class HybridPreTrainedModel(PreTrainedModel):
                 layers is in the checkpoint, which holds another stack or was saved from a wrapper.
         """
         load = super().from_pretrained
-        load = load if HOOKS.load is None else partial(HOOKS.load, load)
+        if HOOKS.load is not None:
+            load = partial(HOOKS.load, load, teacher=teacher)
+        elif teacher is not None:
+            raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
         tells = kwargs.pop("output_loading_info", False)
         model, info = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
@@ -208,11 +214,12 @@ class HybridPreTrainedModel(PreTrainedModel):
         if not wanted or not wanted <= info["missing_keys"]:
             return
         some = min(wanted)
-        if wrapped := next((name for name in info["unexpected_keys"] if name.endswith(f".{some}")), None):
-            raise ValueError(
-                f"{str(source)!r} was saved from a wrapper, whose tensors begin with {wrapped.removesuffix(some)!r}: "
-                "save the model inside of it instead."
-            )
+        for name in sorted(info["unexpected_keys"]):
+            if name.endswith(f".{some}") or WRAPPERS.sub("", name) in wanted:
+                raise ValueError(
+                    f"{str(source)!r} was saved from a wrapper, as its {name!r} says: save the model inside of it "
+                    "instead."
+                )
         if holds != type(self).__name__:
             raise ValueError(
                 f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "

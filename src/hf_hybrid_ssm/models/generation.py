@@ -79,10 +79,12 @@ class HybridGenerationMixin(_Mixed):
             prefix_cache (`hf_hybrid_ssm.serving.PrefixCache`, *optional*): states of earlier texts. The longest that
                 this one begins with is continued; those of this text are added.
         """
-        if prefix_cache is not None and not self.continues_texts:
-            kwargs["prefix_cache"] = prefix_cache  # which transformers refuses by its name
-        elif HOOKS.generate is not None and self.continues_texts:
+        if HOOKS.generate is not None and self.continues_texts:
             return HOOKS.generate(self, self._generate, prefix_cache, args, kwargs)
+        if hasattr(prefix_cache, "generate") and self.continues_texts:  # of the package, given to exported code
+            return prefix_cache.generate(self, self._generate, args, kwargs)
+        if prefix_cache is not None:
+            kwargs["prefix_cache"] = prefix_cache  # which transformers refuses by its name
         return self._generate(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,11 @@ _MODULES = dict.fromkeys(_OF_LINEAR_SCAN, "linear_scan") | {"Rows": "core.rows"}
 
 class _Ops(ModuleType):
     """A public name is the function, imported when it is first asked for. Python binds a submodule to its own name in
-    its package as soon as anything imports it: here it does not take the place of the function."""
+    its package as soon as anything imports it: here it does not take the place of the function, so `import
+    hf_hybrid_ssm.ops.longhorn_scan as name` gives that too."""
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
 
 def _public(name: str) -> property:

@@ -52,10 +52,14 @@ class PrefixFolder:
         """
         fitting, files = [], self._files()
         self._damaged &= {path.name for path in files}  # of a file that is gone nothing is kept
-        for path in files:
-            length = _length(path)
-            if longer_than < length <= len(tokens) and path.name == _name(identity, tokens[:length]):
-                fitting.append((length, path))
+        digest, read = hashlib.sha256(), 0
+        own = [path for path in files if path.name.startswith(f"prefix-{identity[:32]}-")]
+        for length, path in sorted((_length(path), path) for path in own):
+            if longer_than < length <= len(tokens):
+                digest.update(_ids(tokens[read:length]))
+                read = length
+                if path.name == _name(identity, length, digest.hexdigest()):
+                    fitting.append((length, path))
         for length, path in sorted(fitting, reverse=True):
             if path.name in self._damaged:
                 continue
@@ -81,7 +85,7 @@ class PrefixFolder:
         """
         if len(tokens) == 0:
             return
-        name = _name(identity, tokens)
+        name = _name(identity, len(tokens), hashlib.sha256(_ids(tokens)).hexdigest())
         try:
             if (self.path / name).is_file():
                 os.utime(self.path / name)
@@ -138,10 +142,13 @@ def _notes(layer: Any) -> Iterator[bool]:
     return (bool((note != (name == "token_mask")).any()) for name, note in noted.items())
 
 
-def _name(identity: str, tokens: torch.Tensor) -> str:
-    """Of the file with the states of a model after `tokens` (T,)."""
-    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return f"prefix-{identity[:32]}-{len(tokens)}-{digest[:32]}.safetensors"
+def _ids(tokens: torch.Tensor) -> bytes:
+    return tokens.long().numpy().tobytes()
+
+
+def _name(identity: str, length: int, digest: str) -> str:
+    """Of the file with the states of a model after so many tokens, by a hash of their `_ids`."""
+    return f"prefix-{identity[:32]}-{length}-{digest[:32]}.safetensors"
 
 
 def _length(path: Path) -> int:

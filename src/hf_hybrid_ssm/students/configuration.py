@@ -89,7 +89,7 @@ class Student:
     @cached_property
     def own_kinds(self) -> frozenset[str]:
         """The attention of the layers that are the teacher's."""
-        return frozenset(layer.attention for layer in self.layers if layer.is_own)
+        return frozenset(kind for kind in KINDS if any(one.is_own and one.attention == kind for one in self.layers))
 
     @cached_property
     def has_windows(self) -> bool:

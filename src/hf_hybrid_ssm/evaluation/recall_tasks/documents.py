@@ -140,7 +140,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 @cache
 def _load_tokenizer(place: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
     """Once for all tasks: to read that of a GGUF file takes long."""
-    return AutoTokenizer.from_pretrained(place, gguf_file=gguf_file)
+    return AutoTokenizer.from_pretrained(place, **({"gguf_file": gguf_file} if gguf_file else {}))
 
 
 def _readable(metadata: Mapping[str, Any]) -> int:
