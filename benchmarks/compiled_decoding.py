@@ -2,25 +2,34 @@
 token beside reading its keys and values?
 
     python benchmarks/compiled_decoding.py FOLDER                     # twice: the second one finds what is compiled
+    python benchmarks/compiled_decoding.py FOLDER --llama-cpp GGUF    # after llama.cpp
     python benchmarks/compiled_decoding.py FOLDER --form "4 bits, head too"
     python benchmarks/compiled_decoding.py FOLDER --text TEXT.jsonl   # the loss alone, in every form
     python benchmarks/compiled_decoding.py --attention                # the op alone
 
-FOLDER is a student (`hf-hybrid-ssm upcycle`); 4 bits are over bfloat16. Each call adds to the results.
+FOLDER is a student (`hf-hybrid-ssm upcycle`); 4 bits are over bfloat16. $HF_HYBRID_SSM_LLAMA_PYTHON is a Python with
+llama-cpp-python. Each call adds to the results.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from timing import COMMIT, RESULTS, machine_arguments, paired_seconds, write_results
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 from weight_only import losses
 
+from benchmarks.long_context import LLAMA_PYTHON, ROOT, environment_of_llama_cpp
 from hf_hybrid_ssm import LowBitConfig, compiled_decoding
 from hf_hybrid_ssm.ops.local_attention import slot_attention
 
@@ -30,7 +39,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, int]]] = {
     "4 bits": (torch.bfloat16, {"bits": 4}),
     "4 bits, head too": (torch.bfloat16, {"bits": 4, "head_bits": 4}),
 }
-LENGTHS, ROOM, STEPS, ROUNDS = (512, 2048), 4096, 6, 9
+LENGTHS, ROOM, STEPS, ROUNDS = (512, 2048, 4096), 8192, 6, 9
 SLOTS = (256, 2048, 65536)
 HEADS, GROUPS, WIDTH = 9, 3, 64  # SmolLM2-135M's
 LAYERS_BYTES = 400e6  # of keys and values that take turns, as those of many layers do
@@ -69,6 +78,25 @@ def token(folder: str, form: str) -> dict[str, Any]:
     for (length, name), value in seconds.items():
         found[str(length)][name] = round(1000 * value / STEPS, 2)
     return {"seconds_of_first_tokens": round(first, 1), "milliseconds_per_token": found}
+
+
+def llama_cpp(file: str) -> dict[str, float]:
+    """Milliseconds a token after so many, of a process of its own."""
+    asked = {"steps": 16, "rounds": 5, "seconds": 20, "threads": torch.get_num_threads(), "lengths": LENGTHS}
+    request = json.dumps(asked | {"kind": "write", "file": os.path.abspath(file)})
+    command = [os.environ[LLAMA_PYTHON], "-m", "benchmarks.long_context_llama_cpp", request]
+    env = environment_of_llama_cpp()
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    lines = [json.loads(line) for line in said.splitlines()]
+    return {str(line["length"]): line["milliseconds_per_token"] for line in lines}
+
+
+def beside_llama_cpp(file: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    before = llama_cpp(file)  # for afterwards threads of this process may wait in a loop
+    found = run()
+    for length, by_name in found["milliseconds_per_token"].items():
+        by_name["llama.cpp"] = round(before[length], 2)
+    return found
 
 
 @torch.inference_mode()
@@ -112,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="a student")
     parser.add_argument("--form", choices=FORMS, default="4 bits")
+    parser.add_argument("--llama-cpp", metavar="GGUF", help="the same weights, for llama.cpp")
     parser.add_argument("--text", type=Path, help="JSON lines with a field `text`: take the loss")
     parser.add_argument("--attention", action="store_true")
     given = machine_arguments(parser)
@@ -125,7 +154,9 @@ def main() -> None:
         found = losses(given.folder, given.text, FORMS, load)
         add("loss", Path(given.folder).name, found)
     else:
-        add("tokens", given.form, token(given.folder, given.form))
+        run = partial(token, given.folder, given.form)
+        name = f"{Path(given.folder).name}, {given.form}"
+        add("tokens", name, beside_llama_cpp(given.llama_cpp, run) if given.llama_cpp else run())
 
 
 if __name__ == "__main__":

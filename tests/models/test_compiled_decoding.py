@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 from hf_hybrid_ssm import LonghornForCausalLM, LowBitConfig, compiled_decoding, kept_programs
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -98,6 +98,19 @@ def test_modules_that_change_are_used():
         texts.append(written(model, prompts(1, 5), 6, **options))
         assert torch.equal(texts[-1], written(model, prompts(1, 5), 6)), len(texts)
     assert len({tuple(text[0].tolist()) for text in texts}) > 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loop_of_ones_own(variant):
+    """A token at a time, without `generate`, which makes the masks beforehand."""
+    torch.compiler.reset()
+    model, ids = copy.deepcopy(shallow_language_model(variant)), prompts(1, 12)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    compiled = model.get_compiled_call(traced_only())
+    with torch.no_grad():
+        model(ids[:, :9], cache=cache)
+        logits = [compiled(input_ids=ids[:, place : place + 1], cache=cache).logits for place in (9, 10, 11)]
+        torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits[:, 9:], rtol=0, atol=1e-5)
 
 
 def test_few_guards_look_into_modules():

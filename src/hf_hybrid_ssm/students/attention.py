@@ -326,4 +326,6 @@ def _mask(own: str, *args: Any, config: Any = None, local_size: int | None = Non
 def _is_whole(options: dict[str, Any]) -> bool:
     """Whether the mask is of all tokens to all, without a cache, and a teacher adds nothing to what is causal."""
     offset, length = options.get("q_offset"), options.get("q_length")
+    if isinstance(offset, torch.Tensor):  # what a static cache counts, whose value no graph may ask for
+        return False
     return offset == 0 and length == options.get("kv_length") and not options.get("use_vmap", True)
