@@ -31,7 +31,7 @@ DAMAGES = {
     lacking: "lacks {name}, which",
     beyond: "holds {name}_of_another, which",
     of_another_shape: "holds {name} as ",
-    wrapped: "was saved from a wrapper, whose tensors begin with 'module.'",
+    wrapped: "was saved from a wrapper, as its 'module.",
     misspelt: "lacks {name}, which",
 }
 """What is done to the tensors of a checkpoint → what is said of it; {name} is the tensor's."""

@@ -49,8 +49,8 @@ def defect_of(report: Mapping[str, Any], model: str) -> str | None:
         model: the name of the model's class.
     """
     unexpected, missing = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
-    if wrapper := next((part for part in WRAPPED for name in unexpected if name.startswith(part)), None):
-        return f"was saved from a wrapper, whose tensors begin with {wrapper!r}: save the model inside of it instead."
+    if name := next((name for name in unexpected if name.startswith(WRAPPED)), None):
+        return f"was saved from a wrapper, as its {name!r} says: save the model inside of it instead."
     if missing:
         return f"lacks {few(missing)}, which a {model} has, and which would be random: give the whole checkpoint."
     if unexpected:
