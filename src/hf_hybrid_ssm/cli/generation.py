@@ -78,7 +78,8 @@ def compiled_options(model: Any, tokens: int) -> dict[str, Any]:
 
     if model.config.is_encoder_decoder or model.device.type != "cpu":
         raise ValueError("--compile is for decoders on a CPU: leave it out.")
-    if not kept_programs.logger.hasHandlers():
+    if not kept_programs.logger.handlers:
+        kept_programs.logger.propagate = False  # or a line may appear twice
         kept_programs.logger.addHandler(logging.StreamHandler(sys.stderr))
         kept_programs.logger.setLevel(logging.INFO)
     room = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())  # one program for texts of many lengths
