@@ -188,15 +188,19 @@ def _key(model: nn.Module, config: CompileConfig, inputs: dict[str, Any]) -> str
         _described(config.to_dict(), seen),
         _described([list(hooks.values()) for hooks in GLOBAL_HOOKS], seen),
     )
-    described = [(name, _described_module(module, seen)) for name, module in modules.items()]
-    return hashlib.sha256(repr((settings, described, _described(inputs, seen))).encode()).hexdigest()
+    found = hashlib.sha256(repr((settings, _described(inputs, seen))).encode())
+    for name, module in modules.items():  # one by one: all objects at once would have Python collect garbage
+        found.update(repr((name, _described_module(module, seen))).encode())
+    return found.hexdigest()
 
 
 Seen = dict[int, tuple[int, Any]]
 
 
 def _described_module(module: nn.Module, seen: Seen) -> Any:
+    plain = vars(nn.Module())  # most of which is empty, its hooks above all
     own = {name: value for name, value in vars(module).items() if name not in UNREAD}
+    own = {name: value for name, value in own.items() if value or name not in plain}
     # hooks have numbers, which count those of the process
     own |= {name: list(value.values()) for name, value in own.items() if "_hooks" in name and isinstance(value, dict)}
     return _described_class(type(module), seen), _described(own, seen)

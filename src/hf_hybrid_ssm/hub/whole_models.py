@@ -13,9 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
-
-WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""How the names of tensors begin where a wrapper was saved (DistributedDataParallel, torch.compile, FSDP)."""
+from hf_hybrid_ssm.models.base import WRAPPERS
 
 
 def load_whole(auto_class: Any, source: Any, **options: Any) -> PreTrainedModel:
@@ -49,7 +47,7 @@ def defect_of(report: Mapping[str, Any], model: str) -> str | None:
         model: the name of the model's class.
     """
     unexpected, missing = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
-    if name := next((name for name in unexpected if name.startswith(WRAPPED)), None):
+    if name := next((name for name in unexpected if WRAPPERS.search(name)), None):
         return f"was saved from a wrapper, as its {name!r} says: save the model inside of it instead."
     if missing:
         return f"lacks {few(missing)}, which a {model} has, and which would be random: give the whole checkpoint."

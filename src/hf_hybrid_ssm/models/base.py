@@ -32,6 +32,7 @@ from hf_hybrid_ssm.models.packing import PackedRows
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module)\.")
+"""In the name of a tensor: DistributedDataParallel, torch.compile or FSDP was saved."""
 NARROW = (torch.bfloat16, torch.float16)
 
 
