@@ -19,9 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import (
     begin_forward,
-    check_cache_without_states,
     finish_forward,
-    holds_states,
     prepare_cache,
     read_rows,
 )
@@ -333,14 +331,9 @@ class HybridModelMixin:
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             continues_documents=continues_documents,
-            needs_starts=self.uses_positions,
-            # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
-            keeps_padding=self.uses_positions and (masks is None or position_ids is None),
             counts_documents=self.counts_documents,
-            has_states=attention_mask is None or holds_states(cache),
         )
-        check_cache_without_states(cache, rows)
-        options = {"position_ids": position_ids, "masks": masks, **kwargs}
+        options = {"attention_mask": state_mask, "position_ids": position_ids, "masks": masks, **kwargs}
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
         finish_forward(cache, self)

@@ -17,13 +17,14 @@ from hf_hybrid_ssm.models.cache import (
     finish_forward,
     is_recurrent_state_layer,
     prepare_cache,
-    read_rows,
     state_layer,
 )
+from hf_hybrid_ssm.models.columns import ColumnRows, read_columns
 from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.outputs import CACHE, BaseModelOutputWithCache
 from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.configuration_spade_seq2seq import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeBlock, SpadePreTrainedModel, SpadeStack, build_norm
 from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -121,10 +122,11 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
         own = None if cache is None else cache.self_attention_cache
-        rows = read_rows(
+        rows = read_columns(
             own,
             embeddings.shape[:2],
             attention_mask=attention_mask,
+            needs_starts=False,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",
         )
@@ -149,7 +151,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             **{CACHE: cache},
         )
 
-    def _position_ids(self, rows: PackedRows, limit: int, device: torch.device) -> torch.Tensor:
+    def _position_ids(self, rows: ColumnRows, limit: int, device: torch.device) -> torch.Tensor:
         positions = rows.positions(device)
         if can_read_values(positions) and positions.max() >= limit:
             raise ValueError(
