@@ -21,9 +21,8 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingStates
-from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention

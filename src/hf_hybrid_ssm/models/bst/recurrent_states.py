@@ -13,7 +13,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
