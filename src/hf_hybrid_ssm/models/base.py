@@ -80,11 +80,13 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Mixers (modules with `initial_values`) start as their papers say; a family without mixers imports none."""
+        """Mixers start by their `initial_values`, other modules of this package as they say (`set_initial_values`)."""
         if hasattr(module, "initial_values"):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
             module.clear_kernel_cache()
+        elif hasattr(module, "set_initial_values"):
+            module.set_initial_values()
         else:
             super()._init_weights(module)
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT, MultiFilterMixin
 from hf_hybrid_ssm.models.packing import States
@@ -31,6 +33,9 @@ class HeadwiseLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(num_heads, in_features, head_dim))
+
+    def set_initial_values(self) -> None:
+        init.trunc_normal_(self.weight, **truncated_normal(1 / self.in_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...hd,hde->...he", x, self.weight)
@@ -69,8 +74,7 @@ class ContextStates(MultiFilterMixin, nn.Module):
             self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
             self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         if variant == "mf":
-            self.initial_context = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
-            self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
+            self.add_contexts(config.num_context_states, hidden_size)
 
     def forward(
         self,

@@ -5,9 +5,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries
+from hf_hybrid_ssm.models.bst.block_grid import (
+    INITIAL_STATE_STD,
+    STATE_ID_STD,
+    BlockGrid,
+    attend_blocks,
+    block_grid,
+    boundaries,
+)
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import slot_attention
@@ -20,12 +28,23 @@ class MultiFilterMixin:
     """Attention of `ContextStates` by block; its methods are those of the class that this stands before."""
 
     window: int
+    variant: str
     ssm: nn.Module
     initial_context: nn.Parameter
+    context_ids: nn.Parameter
     named_states: Callable[[MixerState | None, torch.Tensor, torch.Tensor], States]
     _ssm_input: Callable[[torch.Tensor], torch.Tensor]
     _project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     _maps_are_plain: Callable[[], bool]
+
+    def add_contexts(self, count: int, hidden_size: int) -> None:
+        self.initial_context = nn.Parameter(torch.empty(count, hidden_size))
+        self.context_ids = nn.Parameter(torch.empty(count, hidden_size))
+
+    def set_initial_values(self) -> None:
+        if self.variant == "mf":
+            init.normal_(self.initial_context, std=INITIAL_STATE_STD)
+            init.normal_(self.context_ids, std=STATE_ID_STD)
 
     def _attend_by_block(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows, head_scale: torch.Tensor | None

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 
 class ScaleNorm(nn.Module):
@@ -12,6 +13,9 @@ class ScaleNorm(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.eps = eps
+
+    def set_initial_values(self) -> None:
+        init.ones_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -60,6 +64,11 @@ class PixelEmbedding(nn.Linear):
     def __init__(self, hidden_size: int, mean: float, std: float):
         super().__init__(1, hidden_size)
         self.mean, self.std = mean, std
+
+    def set_initial_values(self) -> None:
+        """As MEGA's."""
+        init.normal_(self.weight, std=1.0)
+        init.normal_(self.bias, std=0.1)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(((input_ids / 255 - self.mean) / self.std).unsqueeze(-1).to(self.weight.dtype))

@@ -25,7 +25,7 @@ from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
+from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax, ResizableBandsMixin
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.long_range_arena import PixelEmbedding, ScaleNorm, TimeBatchNorm
@@ -147,7 +147,7 @@ NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embe
 
 
 @auto_docstring
-class SpadePreTrainedModel(HybridPreTrainedModel):
+class SpadePreTrainedModel(ResizableBandsMixin, HybridPreTrainedModel):
     config: SpadeConfig
     _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
     _can_record_outputs: dict[str, Any] = {"hidden_states": SpadeBlock}
@@ -157,41 +157,8 @@ class SpadePreTrainedModel(HybridPreTrainedModel):
         """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
         if isinstance(module, RelativeBias):
             init.zeros_(module.weight)
-        elif isinstance(module, ScaleNorm):
-            init.ones_(module.scale)
-        elif isinstance(module, AdaptiveEmbedding):
-            for table in module.tables:
-                init.normal_(table, std=table.shape[1] ** -0.5)
-            for projection in module.projections:
-                init.xavier_uniform_(projection)
-        elif isinstance(module, AdaptiveSoftmax):
-            init.normal_(module.clusters, std=self.config.initializer_range)
-        elif isinstance(module, PixelEmbedding):  # as MEGA's
-            init.normal_(module.weight, std=1.0)
-            init.normal_(module.bias, std=0.1)
         else:
             super()._init_weights(module)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """As in transformers; an adaptive vocabulary grows and shrinks at the end of its last band.
-
-        Raises:
-            ValueError: nothing would be left of that band.
-        """
-        embeddings = self.get_input_embeddings()
-        if not isinstance(embeddings, AdaptiveEmbedding):
-            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return embeddings
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        unit = pad_to_multiple_of or 1
-        size = -(-size // unit) * unit
-        std = None if mean_resizing else embeddings.tables[-1].shape[1] ** -0.5  # as they are initialised
-        embeddings.resize(size, std)
-        self.config.vocab_size = size
-        return embeddings
 
 
 def spade_embedding(config: SpadeConfig) -> nn.Module:
