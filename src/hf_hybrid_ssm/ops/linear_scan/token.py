@@ -43,7 +43,8 @@ def lti_token(
     if system.is_complex and shape[2] % 2:
         raise ValueError(f"system.is_complex needs an even number of real state dimensions, got N = {shape[2]}.")
     check_tensor("system.input_vector", system.input_vector, shape, "F, D, N", like=decay)
-    for name in ("left", "right", "output_rows"):
-        check_tensor(f"system.{name}", getattr(system, name), shape, "F, D, N", like=decay, optional=True)
+    check_tensor("system.left", system.left, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("system.right", system.right, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("system.output_rows", system.output_rows, shape, "F, D, N", like=decay, optional=True)
     check_tensor("system.skip", system.skip, shape[:2], "F, D", like=decay, optional=True)
     return _OP.select(u.device.type, decay.dtype, backend)(StepInputs(u, state, *system))[0]
