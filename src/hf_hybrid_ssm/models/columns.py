@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, read_rows
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.packing import PackedRows
 
@@ -55,21 +55,6 @@ class ColumnRows(PackedRows):
 
 
 FIELDS = tuple(field.name for field in fields(PackedRows))
-
-
-def read_columns(
-    cache: Cache | None,
-    shape: torch.Size | tuple[int, ...],
-    *,
-    attention_mask: torch.Tensor | None,
-    needs_starts: bool,
-    keeps_padding: bool,
-    **inputs: Any,
-) -> ColumnRows:
-    """`read_rows` and `with_columns`."""
-    rows = read_rows(cache, shape, attention_mask=attention_mask, **inputs)
-    name = inputs.get("mask_name", "attention_mask")
-    return with_columns(rows, attention_mask, needs_starts=needs_starts, keeps_padding=keeps_padding, mask_name=name)
 
 
 def with_columns(

@@ -30,8 +30,9 @@ from hf_hybrid_ssm.models.cache import (
     finish_forward,
     is_recurrent_state_layer,
     prepare_cache,
+    read_rows,
 )
-from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, read_columns
+from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
@@ -252,16 +253,11 @@ class HybridStudentModel(StudentMixin):
         """
         kinds = self.config.plan.own_kinds
         prepared = isinstance(attention_mask, dict)
-        rows = read_columns(
-            cache,
-            given.shape[:2],
-            attention_mask=attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask,
-            seq_idx=seq_idx,
-            needs_starts="full" in kinds,
-            keeps_padding=bool({"full", "none"} & kinds) and not prepared,
-            counts_documents=self.counts_documents,
-            **documents,
-        )
+        mask = attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask
+        documents |= {"seq_idx": seq_idx, "counts_documents": self.counts_documents}
+        read = read_rows(cache, given.shape[:2], attention_mask=mask, **documents)
+        keeps_padding = bool({"full", "none"} & kinds) and not prepared
+        rows = with_columns(read, mask, needs_starts="full" in kinds, keeps_padding=keeps_padding)
         if "none" in kinds and (rows.documents is not None or rows.starts_new_document is not None):
             raise ValueError("packed rows: layers of this teacher without attention would read across documents.")
         return rows

@@ -175,11 +175,11 @@ class StateSpaceMixer(CachedKernelMixer):
             y = lti_token(u, self._widen(state), system)
         return u.new_empty(u.shape[0], 0, *system.decay_minus_one.shape[:2]) if y is None else y, state
 
-    def token_system(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """a and b, (F, D, N) each, and perhaps l and r, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t."""
+    def token_system(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+        """a and b, and l and r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t."""
         transition, vector = self.dynamics(dtype)
         decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
-        return decay, vector
+        return decay, vector, None, None
 
     def _token_constants(self, dtype: torch.dtype) -> TokenSystem:
         """The constants of a step, with its outputs."""
@@ -191,11 +191,10 @@ class StateSpaceMixer(CachedKernelMixer):
             if self.conjugate_pairs:
                 ones[..., 1::2] = 0.0  # imaginary parts
             parts = (decay - ones, *others, self.output_rows(inner)[0])
-            *system, rows = (part.to(dtype).contiguous() for part in parts)
+            constants: list[Any] = [None if part is None else part.to(dtype).contiguous() for part in parts]
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if there is no other reference
-            skip = self.skip_weight(inner).to(dtype, copy=True).contiguous()
-            flags = {"is_complex": self.conjugate_pairs, "silu": self.applies_silu}
-            return TokenSystem(*system, output_rows=rows, skip=skip, **flags)
+            constants.append(self.skip_weight(inner).to(dtype, copy=True).contiguous())
+            return TokenSystem(*constants)._replace(is_complex=self.conjugate_pairs, silu=self.applies_silu)
 
         return self._cached(("token", dtype), self._all_parameters, compute)
 

@@ -17,7 +17,7 @@ from hf_hybrid_ssm.ops.core.l2_normalise import scaled_queries
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Documents, Rows
 
 # of states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
-INITIAL_STATE_STD, STATE_ID_STD = 0.1, 1.0
+INITIAL_STD, ID_STD = 0.1, 1.0
 
 
 @dataclass(frozen=True)

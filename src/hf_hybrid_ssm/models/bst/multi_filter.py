@@ -8,14 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state
-from hf_hybrid_ssm.models.bst.block_grid import (
-    INITIAL_STATE_STD,
-    STATE_ID_STD,
-    BlockGrid,
-    attend_blocks,
-    block_grid,
-    boundaries,
-)
+from hf_hybrid_ssm.models.bst.block_grid import ID_STD, INITIAL_STD, BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import slot_attention
@@ -43,8 +36,8 @@ class MultiFilterMixin:
 
     def set_initial_values(self) -> None:
         if self.variant == "mf":
-            init.normal_(self.initial_context, std=INITIAL_STATE_STD)
-            init.normal_(self.context_ids, std=STATE_ID_STD)
+            init.normal_(self.initial_context, std=INITIAL_STD)
+            init.normal_(self.context_ids, std=ID_STD)
 
     def _attend_by_block(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows, head_scale: torch.Tensor | None

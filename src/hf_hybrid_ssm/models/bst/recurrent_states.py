@@ -12,14 +12,7 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import (
-    INITIAL_STATE_STD,
-    STATE_ID_STD,
-    BlockGrid,
-    attend_blocks,
-    block_grid,
-    boundaries,
-)
+from hf_hybrid_ssm.models.bst.block_grid import ID_STD, INITIAL_STD, BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -73,8 +66,8 @@ class RecurrentStates(nn.Module):
         self.token_scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
 
     def set_initial_values(self) -> None:
-        init.normal_(self.initial_state, std=INITIAL_STATE_STD)
-        init.normal_(self.state_ids, std=STATE_ID_STD)
+        init.normal_(self.initial_state, std=INITIAL_STD)
+        init.normal_(self.state_ids, std=ID_STD)
         init.normal_(self.gate, std=0.1)
         for scale in (self.scale, self.token_scale):
             if scale is not None:

@@ -20,8 +20,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.base import HybridModelMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import served_keys
-from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, read_columns, with_columns
+from hf_hybrid_ssm.models.cache import read_rows, served_keys
+from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.outputs import CACHE, take_cache
@@ -222,14 +222,13 @@ class AttendingGeneration(HybridGenerationMixin):
         """As of `HybridGenerationMixin`, with the masks of full attention."""
         padding = super().create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
         cache = take_cache(kwargs)
-        rows = read_columns(
+        read = read_rows(
             cache,
             inputs_embeds.shape[:2],
             attention_mask=attention_mask,
             position_ids=position_ids,
             continues_documents=not kwargs.get("is_first_iteration"),
-            needs_starts=True,
-            keeps_padding=True,
         )
+        rows = with_columns(read, attention_mask, needs_starts=True, keeps_padding=True)
         rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
         return attention_masks(config, inputs_embeds, rows, cache) | padding

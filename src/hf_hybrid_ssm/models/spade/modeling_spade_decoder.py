@@ -3,6 +3,7 @@
 """The decoder of SPADE's encoder-decoder: cross-attention, layers, positions, and the cache of one source."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,10 @@ from hf_hybrid_ssm.models.cache import (
     finish_forward,
     is_recurrent_state_layer,
     prepare_cache,
+    read_rows,
     state_layer,
 )
-from hf_hybrid_ssm.models.columns import ColumnRows, read_columns
+from hf_hybrid_ssm.models.columns import ColumnRows, with_columns
 from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.outputs import CACHE, BaseModelOutputWithCache
 from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
@@ -122,14 +124,9 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
         own = None if cache is None else cache.self_attention_cache
-        rows = read_columns(
-            own,
-            embeddings.shape[:2],
-            attention_mask=attention_mask,
-            needs_starts=False,
-            keeps_padding=self.positions is not None,
-            mask_name="decoder_attention_mask",
-        )
+        given: dict[str, Any] = {"attention_mask": attention_mask, "mask_name": "decoder_attention_mask"}
+        read = read_rows(own, embeddings.shape[:2], **given)
+        rows = with_columns(read, **given, needs_starts=False, keeps_padding=self.positions is not None)
         if self.positions is not None:
             embeddings = embeddings + self.positions(
                 self._position_ids(rows, self.positions.num_embeddings, embeddings.device)
