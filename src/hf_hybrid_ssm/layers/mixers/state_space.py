@@ -17,7 +17,7 @@ from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
-    TokenSystem,
+    StepInputs,
     Transition,
     block_outputs,
     block_states,
@@ -169,11 +169,11 @@ class StateSpaceMixer(CachedKernelMixer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it."""
         state = state if rows.overwrites_states else state.clone()
-        system = self._token_constants(dtype)
-        system = system if is_read else system._replace(output_rows=None, skip=None)
+        inputs = StepInputs(u, self._widen(state), *self._token_constants(dtype))
+        inputs = inputs if is_read else inputs._replace(output_rows=None, skip=None)
         with without_autocast(u.device.type):
-            y = lti_token(u, self._widen(state), system)
-        return u.new_empty(u.shape[0], 0, *system.decay_minus_one.shape[:2]) if y is None else y, state
+            y = lti_token(inputs)
+        return u.new_empty(u.shape[0], 0, *inputs.state.shape[1:3]) if y is None else y, state
 
     def token_system(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
         """a and b, and l and r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t."""
@@ -181,20 +181,20 @@ class StateSpaceMixer(CachedKernelMixer):
         decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
         return decay, vector, None, None
 
-    def _token_constants(self, dtype: torch.dtype) -> TokenSystem:
-        """The constants of a step, with its outputs."""
+    def _token_constants(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Those of `StepInputs` that follow the state."""
 
-        def compute(exact: bool) -> TokenSystem:
+        def compute(exact: bool) -> tuple[Any, ...]:
             inner = torch.float64 if exact else dtype
             decay, *others = self.token_system(inner)
             ones = torch.ones_like(decay)
             if self.conjugate_pairs:
                 ones[..., 1::2] = 0.0  # imaginary parts
             parts = (decay - ones, *others, self.output_rows(inner)[0])
-            constants: list[Any] = [None if part is None else part.to(dtype).contiguous() for part in parts]
+            constants = (None if part is None else part.to(dtype).contiguous() for part in parts)
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if there is no other reference
-            constants.append(self.skip_weight(inner).to(dtype, copy=True).contiguous())
-            return TokenSystem(*constants)._replace(is_complex=self.conjugate_pairs, silu=self.applies_silu)
+            skip = self.skip_weight(inner).to(dtype, copy=True).contiguous()
+            return *constants, skip, self.conjugate_pairs, self.applies_silu
 
         return self._cached(("token", dtype), self._all_parameters, compute)
 

@@ -4,7 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.linear_scan.reference import STEP_EXAMPLES, StepInputs, TokenSystem, linear_step_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import STEP_EXAMPLES, StepInputs, linear_step_reference
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import linear_step_torch
 
 _OP = Op(
@@ -16,35 +16,34 @@ _OP = Op(
 )
 
 
-def lti_token(
-    u: torch.Tensor, state: torch.Tensor, system: TokenSystem, *, backend: str | None = None
-) -> torch.Tensor | None:
-    r"""s = s + a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
+def lti_token(inputs: StepInputs, *, backend: str | None = None) -> torch.Tensor | None:
+    r"""s = s + a s - l (r · s) + b u,  y = act(c · s + d u).
 
-    What `lti_scan` computes of a step, from constants made for it. `state` becomes s in place; nothing has a gradient.
+    What `lti_scan` computes of a step, from constants made for it. `inputs.state` becomes s in place; nothing has a
+    gradient.
 
     Args:
-        u: (B, 1, D).
-        state: (B, F, D, N).
-        system: a, b, c, d, l and r.
+        inputs: the token, s, a, b, l, r, c and d.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, 1, F, D) in the dtype of u, or None.
 
     Raises:
-        TypeError, ValueError: an argument of wrong type or shape; an unknown or unusable backend.
+        TypeError, ValueError: an input of wrong type or shape; an unknown or unusable backend.
     """
-    decay = system.decay_minus_one
+    u, state, decay, input_vector, left, right, output_rows, skip, is_complex, _ = inputs
     check_tensor("u", u, (None, 1, None), "B, 1, D")
     check_tensor("state", state, (u.shape[0], None, u.shape[2], None), "B, F, D, N", beside=u)
     shape = tuple(state.shape[1:])
-    check_tensor("system.decay_minus_one", decay, shape, "F, D, N", beside=u)
-    if system.is_complex and shape[2] % 2:
-        raise ValueError(f"system.is_complex needs an even number of real state dimensions, got N = {shape[2]}.")
-    check_tensor("system.input_vector", system.input_vector, shape, "F, D, N", like=decay)
-    check_tensor("system.left", system.left, shape, "F, D, N", like=decay, optional=True)
-    check_tensor("system.right", system.right, shape, "F, D, N", like=decay, optional=True)
-    check_tensor("system.output_rows", system.output_rows, shape, "F, D, N", like=decay, optional=True)
-    check_tensor("system.skip", system.skip, shape[:2], "F, D", like=decay, optional=True)
-    return _OP.select(u.device.type, decay.dtype, backend)(StepInputs(u, state, *system))[0]
+    check_tensor("decay_minus_one", decay, shape, "F, D, N", beside=u)
+    if is_complex and shape[2] % 2:
+        raise ValueError(f"is_complex needs an even number of real state dimensions, got N = {shape[2]}.")
+    check_tensor("input_vector", input_vector, shape, "F, D, N", like=decay)
+    if (left is None) != (right is None):
+        raise ValueError("left and right are the two sides of one product: give both or neither.")
+    check_tensor("left", left, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("right", right, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("output_rows", output_rows, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("skip", skip, shape[:2], "F, D", like=decay, optional=True)
+    return _OP.select(u.device.type, decay.dtype, backend)(inputs)[0]
