@@ -36,6 +36,7 @@ class ColumnRows(PackedRows):
     starts: torch.Tensor | None = None
 
     def first(self, num_tokens: int) -> PackedRows:
+        """As of `PackedRows`."""
         full = self.full_token_mask
         if full is not None:
             full = full[:, : full.shape[1] - self.length + num_tokens]
@@ -86,6 +87,7 @@ def with_columns(
 
 
 def _with_starts(rows: PackedRows, needs_starts: bool, **known: Any) -> ColumnRows:
+    """Of these rows, with `starts`, what else is `known`, and what later pieces must know of both."""
     starts = _starts(rows) if needs_starts else None
     kept = {"start": None if starts is None else starts[:, -1], "token_mask": known["full_token_mask"]}
     given = {name: getattr(rows, name) for name in FIELDS} | {"needs_starts": needs_starts, "starts": starts, **known}

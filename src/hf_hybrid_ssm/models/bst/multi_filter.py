@@ -18,7 +18,7 @@ CONTEXT = ("context_key", "context_value")
 
 
 class MultiFilterMixin:
-    """Attention of `ContextStates` by block; its methods are those of the class that this stands before."""
+    """What `ContextStates` has for "mf" alone; the attributes declared here are that class's."""
 
     window: int
     variant: str
@@ -31,6 +31,7 @@ class MultiFilterMixin:
     _maps_are_plain: Callable[[], bool]
 
     def add_contexts(self, count: int, hidden_size: int) -> None:
+        """(S, d) each: the states of a document's first block, and what tells the states of a block apart."""
         self.initial_context = nn.Parameter(torch.empty(count, hidden_size))
         self.context_ids = nn.Parameter(torch.empty(count, hidden_size))
 
