@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_hybrid_ssm.ops.core.pages import PagedState
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.linear_scan import lti_token
+from hf_hybrid_ssm.ops.linear_scan import StepInputs, lti_token
 from hf_hybrid_ssm.ops.local_attention import slot_attention
 
 OF_ROWS = ("seq_idx", "lengths", "return_final_state")
@@ -90,9 +90,10 @@ def longhorn_scan_of_token(x, beta_logit, k, q, state, *, z=None, pages=None, **
     return longhorn_scan(*tokens, z=_row(z), **options)[0].squeeze(1)
 
 
-def systems_token(u, state, *constants, **options):
+def systems_token(u, state, decay_minus_one, input_vector, *, low_rank=None, backend=None, **fields):
     """`lti_token` of inputs u (B, D)."""
-    y = lti_token(_row(u), state, *constants, **options)
+    low_rank = low_rank or (None, None)
+    y = lti_token(StepInputs(_row(u), state, decay_minus_one, input_vector, *low_rank, **fields), backend=backend)
     return None if y is None else y.squeeze(1)
 
 

@@ -24,10 +24,10 @@ LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 # modules of options that are off in a family's default configuration, by model type
 OPTIONAL = {
     "longhorn": ("models.longhorn.attention_longhorn",),
-    "bst": ("models.bst.recurrent_states", "models.bst.retrieval"),
+    "bst": ("models.bst.multi_filter", "models.bst.block_grid", "models.bst.recurrent_states", "models.bst.retrieval"),
     "lmu_isa": ("layers.local_self_attention",),
-    "spade": ("models.spade.adaptive_vocabulary",),
-    "spade_seq2seq": ("models.spade.adaptive_vocabulary",),
+    "spade": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
+    "spade_seq2seq": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
 }
 
 

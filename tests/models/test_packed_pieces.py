@@ -11,6 +11,7 @@ from transformers import (
     DynamicCache,
 )
 
+from hf_hybrid_ssm.models.columns import with_columns
 from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.ops.core import rows as rows_module
 from tests.models import invariances as inv
@@ -81,7 +82,7 @@ def test_the_first_tokens_of_padded_rows():
     """What a rollback sees: a row that has only read padding has not begun its next document."""
     held = 3, {"document": torch.tensor([1, 1]), "start": torch.tensor([0, 0])}
     given = {"seq_idx": torch.ones(2, 4, dtype=torch.int64), "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4])}
-    rows = resolve_packing((2, 4), held, **given, needs_starts=True)
+    rows = with_columns(resolve_packing((2, 4), held, **given), None, needs_starts=True, keeps_padding=False)
     assert rows.starts_new_document.tolist() == [True, True] and rows.packing_state["document"].tolist() == [3, 3]
     first, state = rows.first(2), {"state": torch.ones(2, 1)}
     assert first.starts_new_document.tolist() == [False, True] and first.lengths.tolist() == [0, 2]

@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "longhorn step: a state transposed": (
         longhorn_token(draw(2, 8, 16).mT), ValueError, "state is overwritten and must be contiguous"),
     "linear step: complex of odd states": (system_token(7, is_complex=True), ValueError, "an even number of real"),
+    "linear step: one side": (system_token(low_rank=(draw(1, 4, 8), None)), ValueError, "give both or neither"),
     "implicit: weight elsewhere": (implicit(weight=META.new_empty(3, 4, 6)), ValueError, f"weight {ELSEWHERE}"),
     "implicit: collapse elsewhere": (implicit(collapse=META.new_empty(4)), ValueError, f"collapse {ELSEWHERE}"),
 }  # fmt: skip

@@ -164,14 +164,15 @@ def code_of(model_type: str) -> dict[str, str]:
             return "mixers" if rest[0] == "mixers" else "layers"
         if level == "students":
             return rest[0] if rest[0] in ("configuration", "modeling") else "student_parts"
-        if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
+        if level == "models" and len(rest) == 1:  # all configurations, and what they share, are one file
             return own if rest[0].endswith("configuration") else "model_parts"
         if not rest:  # of the package itself
             return "model_parts"
         if own_level == "students":  # theirs are the memories of the families
             return "memories"
-        is_listed = rest[-1].startswith(("configuration", "modeling"))
-        return rest[-1] if is_listed else f"layers_{rest[0]}"
+        if rest[-1].startswith("configuration"):
+            return own
+        return rest[-1] if rest[-1].startswith("modeling") else f"layers_{rest[0]}"
 
     texts = flatten(modules, file_of)
     texts["model_parts"] += "\nwarn_of_untested_transformers(transformers.__version__)\n"

@@ -1,9 +1,8 @@
-"""Position-wise feed-forward layers, (B, L, hidden_size) → (B, L, hidden_size)."""
+"""The position-wise feed-forward layer, (B, L, hidden_size) → (B, L, hidden_size)."""
 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -28,16 +27,3 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.activation(self.fc1(x))
         return self.fc2(x if self.dropout is None else self.dropout(x))
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -30,21 +30,30 @@ def fitted(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _product(inputs: Tensor, codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    inputs, codes = fitted(inputs), fitted(codes)
-    if group_size:
-        return _INT4(inputs, codes, group_size, fitted(scales))
+class _Factors(NamedTuple):
+    """As `low_bit_product` takes them."""
+
+    inputs: Tensor
+    codes: Tensor
+    scales: Tensor
+    group_size: int
+
+
+def _product(factors: _Factors) -> Tensor:
+    inputs, codes, scales = fitted(factors.inputs), fitted(factors.codes), factors.scales
+    if factors.group_size:
+        return _INT4(inputs, codes, factors.group_size, fitted(scales))
     count = len(scales)
     if count % SCALES_READ:
         scales = nn.functional.pad(scales, (0, -count % SCALES_READ))[:count]
     return _INT8(inputs, codes, fitted(scales))
 
 
-def _fake_product(inputs: Tensor, codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    return inputs.new_empty(inputs.shape[0], codes.shape[0])
+def _fake_product(factors: _Factors) -> Tensor:
+    return factors.inputs.new_empty(factors.inputs.shape[0], factors.codes.shape[0])
 
 
-_op = step_op("hf_hybrid_ssm::low_bit_product", _product, _fake_product, ())
+_op = step_op("hf_hybrid_ssm::low_bit_product", _product, _fake_product, (), inputs=_Factors)
 
 
 def low_bit_product(inputs: Tensor, codes: Tensor, scales: Tensor, group_size: int = 0) -> Tensor:
@@ -59,7 +68,7 @@ def low_bit_product(inputs: Tensor, codes: Tensor, scales: Tensor, group_size: i
     Returns:
         (R, O) in the inputs' dtype. Compiled and exported programs have it as one op.
     """
-    return _op(inputs, codes, scales, group_size)
+    return _op(_Factors(inputs, codes, scales, group_size))
 
 
 class Layout(NamedTuple):

@@ -19,9 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import (
     begin_forward,
-    check_cache_without_states,
     finish_forward,
-    holds_states,
     prepare_cache,
     read_rows,
 )
@@ -82,11 +80,13 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Mixers (modules with `initial_values`) start as their papers say; a family without mixers imports none."""
+        """Mixers start by their `initial_values`, other modules of this package as they say (`set_initial_values`)."""
         if hasattr(module, "initial_values"):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
             module.clear_kernel_cache()
+        elif hasattr(module, "set_initial_values"):
+            module.set_initial_values()
         else:
             super()._init_weights(module)
 
@@ -333,14 +333,9 @@ class HybridModelMixin:
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             continues_documents=continues_documents,
-            needs_starts=self.uses_positions,
-            # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
-            keeps_padding=self.uses_positions and (masks is None or position_ids is None),
             counts_documents=self.counts_documents,
-            has_states=attention_mask is None or holds_states(cache),
         )
-        check_cache_without_states(cache, rows)
-        options = {"position_ids": position_ids, "masks": masks, **kwargs}
+        options = {"attention_mask": state_mask, "position_ids": position_ids, "masks": masks, **kwargs}
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
         finish_forward(cache, self)

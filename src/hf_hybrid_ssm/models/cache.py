@@ -14,7 +14,6 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
-from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.state_layers import Recompute, RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
@@ -42,11 +41,6 @@ def state_layer(cache: Cache, index: int) -> RecurrentStateLayer:
 def served_keys(cache: Cache, index: int) -> ServedKeys | None:
     """How a server attends in layer `index`, where it keeps the keys and values of transformers' own layer."""
     return getattr(cache.layers[index], "served", None) if index < len(cache.layers) else None
-
-
-def holds_states(cache: Cache | None) -> bool:
-    """Whether some layer has a state, which cannot be hidden from later tokens as keys and values can."""
-    return any(map(is_recurrent_state_layer, getattr(cache, "layers", ())))
 
 
 def let_assistant_forget(cache: Cache) -> None:
@@ -90,6 +84,7 @@ def read_rows(cache: Cache | None, shape: torch.Size | tuple[int, ...], **inputs
         tokens_and_packing_state(cache),
         return_final_state=cache is not None,
         capacity=layers[0].max_cache_len if layers else None,
+        has_states=bool(layers),
         may_overwrite=partial(_may_overwrite, layers),
         **inputs,
     )
@@ -195,33 +190,6 @@ def _check_content(layer: Any, index: int, model_type: str, batch_size: int) -> 
             f"is of the family {model_type!r}; make a new one with `DynamicCache(config=model.config)`."
         )
     layer.model_type = model_type
-
-
-def check_cache_without_states(cache: Cache | None, rows: PackedRows) -> None:
-    """A model with only full attention cannot cache a packing state: refuse pieces that would need it.
-
-    Raises:
-        ValueError: the cache holds documents or padding, and it is not known where.
-    """
-    if cache is None or holds_states(cache):
-        return
-    layer = cache.layers[0]
-    not_cached = getattr(layer, "not_cached", {})
-    if not isinstance(rows.past, int) or rows.past > 0:
-        _refuse(not_cached.get("documents"), "several documents of packed rows", "read packed rows at once")
-        if not rows.mask_covers_cache:
-            _refuse(not_cached.get("padding"), "padding", "give an attention_mask of all tokens so far")
-    layer.not_cached = {}
-    if rows.starts is not None:
-        layer.not_cached["documents"] = (rows.starts[:, -1] > 0).any()
-    if rows.full_token_mask is not None:
-        layer.not_cached["padding"] = ~rows.full_token_mask.all()
-
-
-def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
-    if is_held is not None:
-        why = "and a model with only full attention does not keep where"
-        refuse_where(is_held, f"cache holds {what}, {why}: {remedy}, or use a new cache.")
 
 
 def begin_forward(cache: Cache | None) -> None:

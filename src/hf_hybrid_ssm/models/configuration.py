@@ -240,12 +240,6 @@ class HybridConfigMixin(SavedWithCode):
         if value % unit:
             raise ValueError(f"{name}={value} must be a multiple of {of}={unit}.")
 
-    def check_order(self, lower: str, upper: str) -> None:
-        """The first field must not exceed the second."""
-        low, high = getattr(self, lower), getattr(self, upper)
-        if low > high:
-            raise ValueError(f"{lower}={low} must be at most {upper}={high}.")
-
     def check_relative_bias(self, *, two_sided: bool) -> None:
         """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance

@@ -61,7 +61,7 @@ class Family:
     Args:
         model_type: the name in `config.json`.
         package: the module whose attributes the classes are. A family of this package is a folder below `models/`,
-            with its configuration in `configuration_{folder}.py` and its models in `modeling_{model_type}.py`.
+            with its configuration in `configuration_{model_type}.py` and its models in `modeling_{model_type}.py`.
         config: name of the configuration class.
         base: name of the class that all models derive from; in this package, in `modeling_{folder}.py`.
         heads: transformers' Auto mapping (without the suffix `_MAPPING`) → name of our class.
@@ -109,7 +109,7 @@ class Family:
     @property
     def module_of(self) -> dict[str, str]:
         """Public name → the module that defines it, of a family of this package."""
-        usual = (f"configuration_{self.folder}", f"modeling_{self.model_type}")
+        usual = (f"configuration_{self.model_type}", f"modeling_{self.model_type}")
         configuration, modeling = (f"{self.package}.{name}" for name in self.modules or usual)
         base = modeling if self.modules else f"{self.package}.modeling_{self.folder}"
         return {self.config: configuration, self.base: base} | dict.fromkeys(self.heads.values(), modeling)

@@ -10,13 +10,13 @@ token continues, another begins a document. Without `seq_idx`, a position of 0 b
 is cached with the states (`RecurrentStateLayer.packing_state`):
 
     document    (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
-    start       (B,) int64, the column of all tokens so far where the row's last document begins
-    token_mask  (B, T) bool, which columns so far are not padding; where layers attend to single columns
-    padding     (B,) int64, the same in one number (`signature`); None where there was none
+    padding     (B,) int64, which columns so far are padding, in one number (`signature`); None where there was none
+
+Layers that attend to single columns need more: `columns.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,6 @@ class PackedRows(Rows):
         past: tokens before them.
         starts_new_document: (B,) bool, the row's first real token begins a document though the cache holds tokens;
             None if no row does.
-        full_token_mask: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
-            the layers do not need it.
-        mask_covers_cache: the attention mask was one of all tokens so far.
-        needs_starts: the layers need `starts`, in this forward and later.
-        starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
         before: `packing_state` of the piece before.
         packing_state: what the next piece must know.
     """
@@ -51,10 +46,6 @@ class PackedRows(Rows):
     length: int
     past: int | torch.Tensor = 0
     starts_new_document: torch.Tensor | None = None
-    full_token_mask: torch.Tensor | None = None
-    mask_covers_cache: bool = False
-    needs_starts: bool = False
-    starts: torch.Tensor | None = None
     before: States = field(default_factory=dict)
     packing_state: States = field(default_factory=dict)
 
@@ -80,33 +71,19 @@ class PackedRows(Rows):
     def first(self, num_tokens: int) -> "PackedRows":
         """The same of the first tokens only, in columns as given."""
         given = {name: getattr(self, name) for name in GIVEN}
-        padding, documents, full = self.padding, self.documents, self.full_token_mask
+        padding, documents = self.padding, self.documents
         if padding is not None and padding.token_mask is not None:
             padding = Padding.from_token_mask(padding.token_mask[:, :num_tokens])
         if documents is not None:
             known = {"count": documents.count, "is_numbered": documents.is_numbered}
             documents = Documents.without_padding(documents.of_columns[:, :num_tokens], padding, **known)
-        if full is not None:
-            full = full[:, : full.shape[1] - self.length + num_tokens]
-        given |= {"length": num_tokens, "padding": padding, "documents": documents, "full_token_mask": full}
+        given |= {"length": num_tokens, "padding": padding, "documents": documents}
         return replace(packed_rows(**given), is_step=False)  # a layer reads them again as part of a longer piece
 
-    def positions(self, device: torch.device) -> torch.Tensor:
-        """(B or 1, L) int64, the real tokens before each token in its document."""
-        if self.full_token_mask is None:
-            columns = (torch.arange(self.length, device=device) + self.past).unsqueeze(0)
-            return columns if self.starts is None else columns - self.starts
-        count = self.full_token_mask.cumsum(1)
-        positions = count[:, -self.length :] - 1
-        if self.starts is not None:
-            positions = positions - (count - self.full_token_mask.long()).gather(1, self.starts)
-        return positions.clamp(min=0)
 
-
-DEFAULTS: dict[str, Any] = {"past": 0, "needs_starts": False, "before": {}}
-DEFAULTS |= dict.fromkeys(("padding", "documents", "starts_new_document", "full_token_mask"))
-GIVEN = ("length", *DEFAULTS, "mask_covers_cache", "return_final_state", "capacity")
-"""The fields of `PackedRows` from which the others follow."""
+FOLLOWING = ("packing_state", "is_step", "overwrites_states")
+"""The fields of `PackedRows` that follow from the others, `GIVEN`."""
+GIVEN = tuple(field.name for field in fields(PackedRows) if field.name not in FOLLOWING)
 
 
 def packed_rows(*, may_overwrite: Callable[[], bool] | None = None, **given: Any) -> PackedRows:
@@ -116,24 +93,16 @@ def packed_rows(*, may_overwrite: Callable[[], bool] | None = None, **given: Any
         may_overwrite: asked of a step, whether it may overwrite the states; None: it may not.
         given: as of `PackedRows`; a row of `starts_new_document` that reads only padding does not begin one yet.
     """
-    given = DEFAULTS | given
-    past, padding = given["past"], given["padding"]
-    if given["starts_new_document"] is not None:
-        given["starts_new_document"] = _rows_that_begin(given["starts_new_document"], padding)
-    starts = _starts(given) if given["needs_starts"] else None
-    packing_state = {
-        "document": _last_document(given),
-        "start": None if starts is None else starts[:, -1],
-        "token_mask": given["full_token_mask"],
-        "padding": _padding_so_far(padding, past, given["before"].get("padding")),
-    }
+    if given.get("starts_new_document") is not None:
+        given["starts_new_document"] = _rows_that_begin(given["starts_new_document"], given.get("padding"))
+    rows = PackedRows(**given)
+    packing_state = {"document": _last_document(rows), "padding": _padding_so_far(rows)}
     # one real token in every row, of the document before it or of its own
-    is_one = given["length"] == 1 and padding is None and given["documents"] is None
-    is_step = is_one and (not isinstance(past, int) or past > 0)
+    is_one = rows.length == 1 and rows.padding is None and rows.documents is None
+    is_step = is_one and (not isinstance(rows.past, int) or rows.past > 0)
     is_step = is_step and not torch.is_grad_enabled() and not is_transforming()
     return PackedRows(
         **given,
-        starts=starts,
         packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
         is_step=is_step,
         overwrites_states=is_step and may_overwrite is not None and may_overwrite(),
@@ -154,8 +123,6 @@ def resolve_packing(
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     continues_documents: bool = False,
-    needs_starts: bool = False,
-    keeps_padding: bool = False,
     counts_documents: bool = False,
     has_states: bool = True,
     mask_name: str = "attention_mask",
@@ -175,8 +142,6 @@ def resolve_packing(
         cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
         continues_documents: the first tokens go on with their rows' documents (steps of `generate`); a single one is
             real, whatever the mask says.
-        needs_starts: the layers need `starts`, in this forward and later.
-        keeps_padding: the layers need `full_token_mask`, in this forward and later.
         counts_documents: the layers need to know how many documents a row holds at most.
         has_states: some layer has a state, which has read the past as earlier masks said.
         mask_name: of the mask, in messages.
@@ -194,9 +159,6 @@ def resolve_packing(
             padding = Padding.from_mask(attention_mask[:, attention_mask.shape[1] - length :], mask_name)
             if has_states:
                 check_past(attention_mask, length, before.get("padding"), mask_name)
-    covers = attention_mask is not None and attention_mask.shape[1] > length
-    if keeps_padding and has_past and not covers and "token_mask" not in before:
-        check_columns_are_known(before.get("padding"), mask_name)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
         is_read = attention_mask is None and not position_ids.is_meta
@@ -222,18 +184,12 @@ def resolve_packing(
     if has_past and not continues_documents:
         numbers = documents.of_columns if documents is not None and documents.is_numbered else None
         starts_new_document = _starts_new_document(numbers, position_ids, before.get("document"))
-    full_token_mask = None
-    if keeps_padding:  # that of the mask, or the mask after what earlier ones said
-        full_token_mask = attention_mask != 0 if covers else _appended(before.get("token_mask"), padding, past, length)
     return packed_rows(
         length=length,
         past=past,
         padding=padding,
         documents=documents,
         starts_new_document=starts_new_document,
-        full_token_mask=full_token_mask,
-        mask_covers_cache=covers,
-        needs_starts=needs_starts,
         before=before,
         **others,
     )
@@ -252,19 +208,6 @@ def _check_mask_shape(mask: torch.Tensor, batch: int, length: int, past: int | t
             f"{name} must have shape (batch, tokens so far) = ({batch}, {past + length}), got {have}: "
             f"{past} tokens are in the cache, {length} are given."
         )
-
-
-def _appended(
-    before: torch.Tensor | None, padding: Padding | None, past: int | torch.Tensor, length: int
-) -> torch.Tensor | None:
-    """(B, past + L) the columns that are not padding, from those before; None where all are real."""
-    token_mask = None if padding is None else padding.token_mask
-    known = before if token_mask is None else token_mask
-    if known is None:
-        return None
-    real = [known.new_ones(known.shape[0], int(past)) if before is None else before]
-    real += [known.new_ones(known.shape[0], length) if token_mask is None else token_mask]
-    return torch.cat(real, 1)
 
 
 def _restarts(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -301,47 +244,29 @@ def _rows_that_begin(starts_new_document: torch.Tensor, padding: Padding | None)
     return starts_new_document
 
 
-def _starts(given: dict[str, Any]) -> torch.Tensor | None:
-    """`PackedRows.starts`."""
-    length, past, documents, begins = (given[name] for name in ("length", "past", "documents", "starts_new_document"))
-    seq_idx = None if documents is None else documents.of_columns
-    start = given["before"].get("start")  # that of the last token before
-    known = [tensor for tensor in (seq_idx, begins, start) if tensor is not None]
-    if not known:
-        return None
-    batch, device = known[0].shape[0], known[0].device
-    first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-    first = first if begins is None else torch.where(begins, past, first)
-    first = first.unsqueeze(1)
-    if seq_idx is None:
-        return first.expand(-1, length)
-    columns = torch.arange(1, length, device=device) + past
-    later = torch.where(seq_idx[:, 1:] != seq_idx[:, :-1], columns, 0)
-    return torch.cat([first, later], 1).cummax(1).values
-
-
-def _padding_so_far(padding: Padding | None, past: Any, before: torch.Tensor | None) -> torch.Tensor | None:
-    if padding is None or padding.token_mask is None:
+def _padding_so_far(rows: PackedRows) -> torch.Tensor | None:
+    """`padding` of the packing state."""
+    before = rows.before.get("padding")
+    if rows.token_mask is None:
         return before
-    more = signature(~padding.token_mask, past)
+    more = signature(~rows.token_mask, rows.past)
     return more if before is None else before + more
 
 
-def _last_document(given: dict[str, Any]) -> torch.Tensor | None:
+def _last_document(rows: PackedRows) -> torch.Tensor | None:
     """`document` of the packing state."""
-    last, documents, padding = given["before"].get("document"), given["documents"], given["padding"]
+    last, documents = rows.before.get("document"), rows.documents
     if documents is not None and documents.is_numbered:
         number = 2 * documents.of_columns[:, -1].long() + 1
-        if padding is None or padding.token_mask is None:
+        if rows.token_mask is None:
             return number
-        return torch.where(padding.token_mask.any(1), number, 0 if last is None else last)
+        return torch.where(rows.token_mask.any(1), number, 0 if last is None else last)
     if last is None:
         return None
     if documents is not None:
         seq_idx = documents.of_columns
         last = torch.where(seq_idx[:, -1] == seq_idx[:, 0], last, 0)
-    begins = given["starts_new_document"]
-    return last if begins is None else torch.where(begins, 0, last)
+    return last if rows.starts_new_document is None else torch.where(rows.starts_new_document, 0, last)
 
 
 def signature(padded: torch.Tensor, first: int | torch.Tensor = 0) -> torch.Tensor:
@@ -375,16 +300,3 @@ def check_past(mask: torch.Tensor, length: int, known: torch.Tensor | None, name
     if can_read_values(differs) and bool(differs.any()):
         message = f"row {int(differs.to(torch.uint8).argmax())} of {message}"
     refuse_where(differs.any(), message)
-
-
-def check_columns_are_known(known: torch.Tensor | None, name: str) -> None:
-    """
-    Raises:
-        ValueError: there was padding, and layers that attend to single columns were not told where.
-    """
-    if known is None or known.is_meta or torch.compiler.is_compiling():
-        return
-    refuse_where(
-        (known != 0).any(),
-        f"the cache holds padding, and it is not known where: give an {name} of all tokens so far.",
-    )

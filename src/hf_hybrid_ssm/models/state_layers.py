@@ -9,14 +9,14 @@ model.
 """
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
-from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
+from hf_hybrid_ssm.models.packing import PackedRows, States
 
 Recompute = Callable[[PackedRows], States]
 
@@ -185,30 +185,20 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.history.clear()
         self.is_initialized = self.is_torn = False
 
-    def reset_rows(self, begins: torch.Tensor) -> None:
-        """Detach all states; where `begins` (B,) is true, a row gets the state before the first token, in every family
-        zero."""
-        self._apply(lambda state: with_zero_rows(state.detach(), begins))
-
-    def zero_states(self, keep: Collection[str] = ()) -> None:
-        """Forget what all states say but those named in `keep`."""
-        self.states = {name: x if name in keep else torch.zeros_like(x) for name, x in self.states.items()}
-        self.history.clear()
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._apply(lambda state: state.index_select(0, indices.to(state.device)))
+        self.map_states(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
+        self.map_states(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        self._apply(lambda state: state.to("cpu", non_blocking=True))
+        self.map_states(lambda state: state.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self._apply(lambda state: state.to(self.device, non_blocking=True))
+        self.map_states(lambda state: state.to(self.device, non_blocking=True))
 
     def get_seq_length(self) -> int:
         return self.seen_tokens
@@ -224,7 +214,8 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     update = lazy_initialization
 
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the function of each tensor in its place, in `packing_state` too; without a recorded past."""
         self.states = {name: function(state) for name, state in self.states.items()}
         self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
         self.history.clear()
@@ -259,11 +250,6 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self.seen_tokens.add_(rows.length)
         self.is_torn = False
 
-    def zero_states(self, keep: Collection[str] = ()) -> None:
-        for name, state in self.states.items():
-            if name not in keep:
-                state.zero_()
-
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
         self.states = {
@@ -291,7 +277,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
 
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
         for name, state in self.states.items():
             mapped = function(state)

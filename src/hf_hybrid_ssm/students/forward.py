@@ -10,7 +10,7 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.cache import served_keys
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.columns import ColumnRows
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import moved
 from hf_hybrid_ssm.students.sinks import Angles
@@ -64,7 +64,7 @@ class Forward:
         beside: of the layer that is called.
     """
 
-    rows: PackedRows
+    rows: ColumnRows
     cache: Cache | None = None
     query_scale: torch.Tensor | None = None
     ranks: Ranks | None = None

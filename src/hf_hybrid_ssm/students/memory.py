@@ -13,9 +13,8 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
+from hf_hybrid_ssm.models.bst.context_states import ContextStates
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 from hf_hybrid_ssm.models.packing import States
@@ -27,7 +26,6 @@ from hf_hybrid_ssm.students.sinks import rotated
 from hf_hybrid_ssm.students.teacher import AttentionLayer
 
 HEADS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
 
 
 class HeadMixer(LonghornMixer):
@@ -236,11 +234,6 @@ def initialise(module: Any) -> bool:
         _close(module.out_proj)
     elif isinstance(module, ContextMemory):
         _close(module.o_proj)
-    elif isinstance(module, ContextStates) and module.variant == "mf":
-        init.normal_(module.initial_context, std=INITIAL_CONTEXT_STD)
-        init.normal_(module.context_ids, std=CONTEXT_ID_STD)
-    elif isinstance(module, HeadwiseLinear):
-        init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
     elif isinstance(module, RMSNorm):
         init.ones_(module.weight)
     else:

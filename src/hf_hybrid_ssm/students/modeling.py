@@ -27,18 +27,16 @@ from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel
 from hf_hybrid_ssm.models.cache import (
     FITTERS,
     begin_forward,
-    check_cache_without_states,
     finish_forward,
-    holds_states,
     is_recurrent_state_layer,
     prepare_cache,
     read_rows,
 )
+from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
 from hf_hybrid_ssm.models.outputs import CACHE, by_both_cache_names, with_both_names
-from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_student_cache
@@ -247,7 +245,7 @@ class HybridStudentModel(StudentMixin):
 
     def _rows(
         self, given: torch.Tensor, cache: Cache | None, attention_mask: Any, *, seq_idx: Any, **documents: Any
-    ) -> PackedRows:
+    ) -> ColumnRows:
         """How the rows of a forward are read.
 
         Raises:
@@ -255,22 +253,16 @@ class HybridStudentModel(StudentMixin):
         """
         kinds = self.config.plan.own_kinds
         prepared = isinstance(attention_mask, dict)
-        rows = read_rows(
-            cache,
-            given.shape[:2],
-            attention_mask=attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask,
-            seq_idx=seq_idx,
-            needs_starts="full" in kinds,
-            keeps_padding=bool({"full", "none"} & kinds) and not prepared,
-            has_states=attention_mask is None or holds_states(cache),
-            counts_documents=self.counts_documents,
-            **documents,
-        )
+        mask = attention_mask[STATE_LAYER_TYPE] if prepared else attention_mask
+        documents |= {"seq_idx": seq_idx, "counts_documents": self.counts_documents}
+        read = read_rows(cache, given.shape[:2], attention_mask=mask, **documents)
+        keeps_padding = bool({"full", "none"} & kinds) and not prepared
+        rows = with_columns(read, mask, needs_starts="full" in kinds, keeps_padding=keeps_padding)
         if "none" in kinds and (rows.documents is not None or rows.starts_new_document is not None):
             raise ValueError("packed rows: layers of this teacher without attention would read across documents.")
         return rows
 
-    def _positions(self, rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
+    def _positions(self, rows: ColumnRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
         if not self.config.plan.has_windows:
             return rows.positions(device)
@@ -278,7 +270,7 @@ class HybridStudentModel(StudentMixin):
         return ranks if rows.padding is None else rows.repad(ranks.expand(rows.padding.lengths.shape[0], -1))
 
     def _for_sinks(
-        self, rows: PackedRows, cache: Cache | None, position_ids: torch.Tensor
+        self, rows: ColumnRows, cache: Cache | None, position_ids: torch.Tensor
     ) -> tuple[Ranks | None, dict[tuple[Any, int], Angles], dict[int, torch.Tensor]]:
         """`Forward.ranks`, `Forward.angles` and `Forward.sink_keys`."""
         ranks = Ranks(_ranks(rows, cache, position_ids.device)) if self.config.plan.has_sinks else None
@@ -308,7 +300,7 @@ class HybridStudentModel(StudentMixin):
         return 1 + plan.attn_scale * torch.log1p(torch.floor((position_ids + 1).float() / plan.floor_scale))
 
 
-def _ranks(rows: PackedRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
+def _ranks(rows: ColumnRows, cache: Cache | None, device: torch.device) -> torch.Tensor:
     """(B or 1, L) int64, the tokens before each token in its document, of rows whose real tokens come first."""
     seen = None
     for layer in () if cache is None else cache.layers:

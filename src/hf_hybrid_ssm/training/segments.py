@@ -4,6 +4,7 @@ import torch
 from transformers import Cache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.packing import with_zero_rows
 
 
 def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
@@ -30,4 +31,5 @@ def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
                 f"begins must be bool of shape (batch,) = ({layer.batch_size},), got {begins.dtype} of shape "
                 f"{tuple(begins.shape)}."
             )
-        layer.reset_rows(begins)
+        # zero is the state before the first token in every family
+        layer.map_states(lambda state: with_zero_rows(state.detach(), begins))

@@ -66,4 +66,7 @@ def zero_memory(cache: Cache) -> None:
     if not any(layer.states.keys() - attended for layer in layers):
         raise ValueError("the cache holds no memory: fill it by a forward of a student that has one.")
     for layer in layers:
-        layer.zero_states(keep=attended)
+        for name in layer.states.keys() - attended:
+            state = layer.states[name]  # those of a static cache keep their addresses
+            layer.states[name] = state.zero_() if layer.is_compileable else torch.zeros_like(state)
+        layer.history.clear()

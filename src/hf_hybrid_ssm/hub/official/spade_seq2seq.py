@@ -15,7 +15,7 @@ import torch
 
 from hf_hybrid_ssm.hub.official.s4 import known_settings, renamed, rules_of, sizes_of_systems
 from hf_hybrid_ssm.hub.official.state_dict import check_tokens, load_state_dict_strict
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.configuration_spade_seq2seq import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade_seq2seq import SpadeForConditionalGeneration
 
 EMBEDDING, POSITIONS, HEAD = "shared.weight", "decoder.pos_embed.weight", "lm_head.weight"

@@ -80,12 +80,10 @@ class S4(DiagonalSSM):
         read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
         return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
 
-    def token_system(
-        self, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    def token_system(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         decay, left, right, vector = self._rank_one(dtype)
         low_rank = _side_by_side(left), _side_by_side(right.conj())  # Re(k h) of real parts
-        return _side_by_side(decay), _side_by_side(vector), low_rank
+        return _side_by_side(decay), _side_by_side(vector), *low_rank
 
 
 def _side_by_side(numbers: torch.Tensor) -> torch.Tensor:

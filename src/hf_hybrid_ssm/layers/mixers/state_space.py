@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
+    StepInputs,
     Transition,
     block_outputs,
     block_states,
@@ -29,11 +30,6 @@ from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration
 SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max"}
-
-TokenConstants: TypeAlias = tuple[
-    torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor
-]
-"""Decay minus 1, input vector, low-rank product, output rows, skip."""
 
 
 class StateSpaceMixer(CachedKernelMixer):
@@ -173,38 +169,32 @@ class StateSpaceMixer(CachedKernelMixer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it."""
         state = state if rows.overwrites_states else state.clone()
-        change, vector, low_rank, outputs, skip = self._token_constants(dtype)
-        options: dict[str, Any] = {"low_rank": low_rank, "is_complex": self.conjugate_pairs}
-        if is_read:
-            options |= {"output_rows": outputs, "skip": skip, "silu": self.applies_silu}
+        inputs = StepInputs(u, self._widen(state), *self._token_constants(dtype))
+        inputs = inputs if is_read else inputs._replace(output_rows=None, skip=None)
         with without_autocast(u.device.type):
-            y = lti_token(u, self._widen(state), change, vector, **options)
-        return u.new_empty(u.shape[0], 0, *change.shape[:2]) if y is None else y, state
+            y = lti_token(inputs)
+        return u.new_empty(u.shape[0], 0, *inputs.state.shape[1:3]) if y is None else y, state
 
-    def token_system(
-        self, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `lti_token`)."""
+    def token_system(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+        """a and b, and l and r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t."""
         transition, vector = self.dynamics(dtype)
         decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
-        return decay, vector, None
+        return decay, vector, None, None
 
-    def _token_constants(self, dtype: torch.dtype) -> TokenConstants:
-        """The constants of `lti_token`."""
+    def _token_constants(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Those of `StepInputs` that follow the state."""
 
-        def compute(exact: bool) -> TokenConstants:
+        def compute(exact: bool) -> tuple[Any, ...]:
             inner = torch.float64 if exact else dtype
-            decay, vector, low_rank = self.token_system(inner)
+            decay, *others = self.token_system(inner)
             ones = torch.ones_like(decay)
             if self.conjugate_pairs:
                 ones[..., 1::2] = 0.0  # imaginary parts
-            parts = (decay - ones, vector, self.output_rows(inner)[0])
-            change, vector, readout = (part.to(dtype).contiguous() for part in parts)
-            if low_rank is not None:
-                low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
-            skip = self.skip_weight(inner)
+            parts = (decay - ones, *others, self.output_rows(inner)[0])
+            constants = (None if part is None else part.to(dtype).contiguous() for part in parts)
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if there is no other reference
-            return change, vector, low_rank, readout, skip.to(dtype, copy=True).contiguous()
+            skip = self.skip_weight(inner).to(dtype, copy=True).contiguous()
+            return *constants, skip, self.conjugate_pairs, self.applies_silu
 
         return self._cached(("token", dtype), self._all_parameters, compute)
 

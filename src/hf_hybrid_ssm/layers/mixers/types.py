@@ -50,7 +50,8 @@ class SsmConfigMixin:
         """
         config: Any = self
         config.check_positive("ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length")
-        config.check_order("ssm_dt_min", "ssm_dt_max")
+        if self.ssm_dt_min > self.ssm_dt_max:
+            raise ValueError(f"ssm_dt_min={self.ssm_dt_min} must be at most ssm_dt_max={self.ssm_dt_max}.")
         name, size = self.ssm_type, self.ssm_state_size
         if name not in MIXER_TYPES:
             raise ValueError(

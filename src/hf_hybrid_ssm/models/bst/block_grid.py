@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
-from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
+from hf_hybrid_ssm.ops.core.l2_normalise import scaled_queries
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Documents, Rows
+
+# of states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
+INITIAL_STD, ID_STD = 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -155,13 +158,6 @@ def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def _like(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """mask (B, W) with the trailing dimensions of x (B, W, ...)."""
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
-
-
-def scaled_queries(queries: torch.Tensor, head_scale: torch.Tensor | None) -> torch.Tensor:
-    """Queries (B, L, H, e), L2-normalised and times |head_scale| (H,), or without it times e**-0.5."""
-    if head_scale is None:
-        return queries * queries.shape[-1] ** -0.5
-    return l2_normalise(queries) * head_scale.abs().to(queries.dtype).unsqueeze(1)
 
 
 def attend_blocks(

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries, scaled_queries
+from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.cache import States
-from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
+from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT, MultiFilterMixin
+from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise, scaled_queries
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention, slot_attention
-
-CONTEXT = ("context_key", "context_value")
-"""The names of what a layer keeps of a block, (B, H, W or S, e) each."""
 
 
 class HeadwiseLinear(nn.Module):
@@ -35,6 +34,9 @@ class HeadwiseLinear(nn.Module):
         self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(num_heads, in_features, head_dim))
 
+    def set_initial_values(self) -> None:
+        init.trunc_normal_(self.weight, **truncated_normal(1 / self.in_features))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...hd,hde->...he", x, self.weight)
 
@@ -42,7 +44,7 @@ class HeadwiseLinear(nn.Module):
         return ", ".join(f"{name}={size}" for name, size in zip(("heads", "in", "out"), self.weight.shape))
 
 
-class ContextStates(nn.Module):
+class ContextStates(MultiFilterMixin, nn.Module):
     """The state-space model of a layer (`ssm_type`), and the keys and values that its outputs become.
 
     Of the configuration, `num_context_states` is S of "mf"; `ssm_input_norm` normalises the input of the state-space
@@ -72,8 +74,7 @@ class ContextStates(nn.Module):
             self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
             self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         if variant == "mf":
-            self.initial_context = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
-            self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
+            self.add_contexts(config.num_context_states, hidden_size)
 
     def forward(
         self,
@@ -97,15 +98,13 @@ class ContextStates(nn.Module):
             (B, L, heads, e), and the state after the tokens, empty if it was not asked for.
         """
         if rows.is_step and past:
-            attend = self._attend_shifted_token if self.variant == "mf" else self._attend_token
+            attend = self._attend_multi_filter_token if self.variant == "mf" else self._attend_token
             scales = {"scale": None if head_scale is None else 1.0, "head_scale": head_scale}
             y, after = attend(queries.transpose(1, 2), self._ssm_input(x), past, rows, **scales)
             return y.transpose(1, 2), after
-        if self.variant != "mf":
-            return self._attend_by_token(scaled_queries(queries, head_scale), x, past, rows)
-        grid = block_grid(x, self.window, past, rows)
-        keys, values, after = self.by_block(x, grid, past, rows)
-        return attend_blocks(queries, keys, values, grid, head_scale), after
+        if self.variant == "mf":
+            return self._attend_by_block(queries, x, past, rows, head_scale)
+        return self._attend_by_token(scaled_queries(queries, head_scale), x, past, rows)
 
     def _attend_by_token(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
@@ -141,31 +140,6 @@ class ContextStates(nn.Module):
     def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_norm is None else self.input_norm(x)
 
-    def by_block(
-        self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """Of "mf": keys and values (B, J, S, H, e) of the blocks that the tokens touch, and the state after them.
-        C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
-        first = None
-        selection: dict[str, Any] = {"stride": self.window}
-        if grid.block is not None:
-            first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
-        options = {"rows": rows, "initial_state": mixer_state(past), **selection}
-        y, ssm = self.ssm(self._ssm_input(x), **options)  # (B, J or L // W, S, d)
-        initial = self.initial_context.to(y.dtype).expand(x.shape[0], 1, -1, -1)
-        y = y if first is None else torch.where(first[:, 1:], initial, y)
-        contexts: tuple[torch.Tensor, ...] = self._project(torch.cat([initial, y], dim=1))
-        if past and first is not None:  # a cache need not hold zeros before the end of the first block
-            context = (past[name].transpose(1, 2).unsqueeze(1) for name in CONTEXT)
-            starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, context))
-            contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
-        after = {}
-        if rows.return_final_state:
-            index = torch.arange(x.shape[0], device=x.device)
-            after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
-        keys, values = (part[:, : grid.num_blocks] for part in contexts)
-        return keys, values, after
-
     def _attend_token(
         self, queries: torch.Tensor, u: torch.Tensor, past: States, rows: Rows, **scales: Any
     ) -> tuple[torch.Tensor, States]:
@@ -178,32 +152,6 @@ class ContextStates(nn.Module):
         k, v = self.normalised(self.k_proj(z).view(shape), is_step=True), self.v_proj(z).view(shape)
         y = slot_attention(queries, k, v, keys, values, past["seen"], block=True, **scales)
         return y, self.named_states(ssm, keys, values)
-
-    def _attend_shifted_token(
-        self, queries: torch.Tensor, u: torch.Tensor, past: States, rows: Rows, **scales: Any
-    ) -> tuple[torch.Tensor, States]:
-        """The same of "mf", whose context stays the same within a block: only a block's first and last token change
-        it."""
-        context, seen = [past[name] for name in CONTEXT], past["seen"]
-        begins, ends = boundaries(seen, self.window)
-        if begins:  # a cache need not hold zeros before the first block of a document
-            fresh = (seen == 0).view(-1, 1, 1, 1)
-            initial = self._initial(queries.shape[0])
-            context = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, context)]
-        attended = slot_attention(queries, None, None, *context, **scales)
-        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past), stride=1 if ends else 2)
-        if not ends:
-            return attended, self.named_states(ssm, *context)
-        over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
-        new = (part.squeeze(1).transpose(1, 2) for part in self._project(y))
-        after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, context))
-        return attended, self.named_states(ssm, *after)
-
-    def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ([B,] S, H, e) of the learned context of a document's first block: once for all rows, unless
-        the maps are wrapped, as by adapters that differ from row to row."""
-        initial = self.initial_context
-        return self._project(initial if self._maps_are_plain() else initial.expand(batch, -1, -1))
 
     def _maps_are_plain(self) -> bool:
         return type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear

@@ -18,18 +18,14 @@ from hf_hybrid_ssm.models import classifiers
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
+from hf_hybrid_ssm.models.bst.context_states import ContextStates
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingStates
-from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention
-
-# of the states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
-INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
 
 
 class BstAttention(nn.Module):
@@ -72,6 +68,11 @@ class BstAttention(nn.Module):
             if config.qk_norm:
                 self.context_scale = nn.Parameter(torch.ones(self.num_heads))
         self.o_proj = nn.Linear(inner * (2 if self.has_states else 1), width, bias=False)
+
+    def set_initial_values(self) -> None:
+        for scale in (self.scale, self.context_scale):
+            if scale is not None:
+                init.ones_(scale)
 
     def forward(
         self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS
@@ -143,18 +144,6 @@ class BstPreTrainedModel(HybridPreTrainedModel):
         """Truncated normal maps of variance 1 / fan-in, as Block-Recurrent Transformers; filters as their papers."""
         if isinstance(module, RelativeBias):
             init.normal_(module.weight, std=module.num_embeddings**-0.5)
-        elif isinstance(module, HeadwiseLinear):
-            init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
-        elif isinstance(module, ContextStates) and module.variant == "mf":
-            init.normal_(module.initial_context, std=INITIAL_CONTEXT_STD)
-            init.normal_(module.context_ids, std=CONTEXT_ID_STD)
-        elif isinstance(module, RecurrentStates):
-            init.normal_(module.initial_state, std=INITIAL_CONTEXT_STD)
-            init.normal_(module.state_ids, std=CONTEXT_ID_STD)
-            init.normal_(module.gate, std=0.1)
-            _init_scales(module.scale, module.token_scale)
-        elif isinstance(module, BstAttention):
-            _init_scales(module.scale, module.context_scale)
         elif isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
             if module.bias is not None:  # of a classifier
@@ -163,12 +152,6 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
-
-
-def _init_scales(*scales: nn.Parameter | None) -> None:
-    for scale in scales:
-        if scale is not None:
-            init.ones_(scale)
 
 
 @auto_docstring

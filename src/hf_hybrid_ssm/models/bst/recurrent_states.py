@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, attend_blocks, block_grid, boundaries
+from hf_hybrid_ssm.models.bst.block_grid import ID_STD, INITIAL_STD, BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
@@ -63,6 +64,14 @@ class RecurrentStates(nn.Module):
         self.gate = nn.Parameter(torch.empty(hidden_size))
         self.scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
         self.token_scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
+
+    def set_initial_values(self) -> None:
+        init.normal_(self.initial_state, std=INITIAL_STD)
+        init.normal_(self.state_ids, std=ID_STD)
+        init.normal_(self.gate, std=0.1)
+        for scale in (self.scale, self.token_scale):
+            if scale is not None:
+                init.ones_(scale)
 
     def forward(
         self,

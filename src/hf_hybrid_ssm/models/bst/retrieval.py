@@ -6,10 +6,12 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid, scaled_queries
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import CONTEXT, ContextStates
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.bst.context_states import ContextStates
+from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT
+from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.l2_normalise import scaled_queries
 from hf_hybrid_ssm.ops.core.rows import Rows
 
 MEMORY_STATES = ("memory_key", "memory_value", "memory_count")

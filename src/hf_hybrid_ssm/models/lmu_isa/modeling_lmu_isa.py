@@ -50,10 +50,20 @@ class ImplicitAttention(nn.Module):
     ):
         super().__init__()
         self.theta, self.activation, self.scale = theta, activation, scale
-        self.reduce_weight = nn.Parameter(torch.randn(3, reduced_order, order) * order**-0.5)
-        self.reduce_bias = nn.Parameter(torch.zeros(3, reduced_order)) if bias else None
-        self.collapse_weight = nn.Parameter(torch.randn(reduced_order) * reduced_order**-0.5)
-        self.collapse_bias = nn.Parameter(torch.zeros(1)) if bias else None
+        self.reduce_weight = nn.Parameter(torch.empty(3, reduced_order, order))
+        self.reduce_bias = nn.Parameter(torch.empty(3, reduced_order)) if bias else None
+        self.collapse_weight = nn.Parameter(torch.empty(reduced_order))
+        self.collapse_bias = nn.Parameter(torch.empty(1)) if bias else None
+        self.set_initial_values()
+
+    def set_initial_values(self) -> None:
+        """Reductions and collapse keep the scale of what they read; the logits of the attention are not scaled."""
+        _, reduced, order = self.reduce_weight.shape
+        init.normal_(self.reduce_weight, std=order**-0.5)
+        init.normal_(self.collapse_weight, std=reduced**-0.5)
+        for bias in (self.reduce_bias, self.collapse_bias):
+            if bias is not None:
+                init.zeros_(bias)
 
     def forward(self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS) -> tuple[torch.Tensor, States]:
         """(B, L, D), the states before it → (B, L, D), the states after it."""
@@ -135,18 +145,6 @@ class LmuIsaPreTrainedModel(HybridPreTrainedModel):
     def _why_no_attentions(self) -> str | None:
         no_attention = self.config.first_sublayer == "ffn"
         return "no token attends to another" if no_attention else super()._why_no_attentions()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Reductions and collapse keep the scale of what they read; the logits of the attention are not scaled."""
-        super()._init_weights(module)
-        if isinstance(module, ImplicitAttention):
-            _, reduced, order = module.reduce_weight.shape
-            init.normal_(module.reduce_weight, std=order**-0.5)
-            init.normal_(module.collapse_weight, std=reduced**-0.5)
-            if module.reduce_bias is not None:
-                init.zeros_(module.reduce_bias)
-                init.zeros_(module.collapse_bias)
 
 
 @auto_docstring

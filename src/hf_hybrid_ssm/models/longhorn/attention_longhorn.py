@@ -20,7 +20,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.base import HybridModelMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import holds_states, read_rows, served_keys
+from hf_hybrid_ssm.models.cache import read_rows, served_keys
+from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.outputs import CACHE, take_cache
@@ -159,8 +160,11 @@ class AttendingModel(HybridModelMixin):
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
-        position_ids, masks = kwargs.pop("position_ids"), kwargs.pop("masks")
+        mask, position_ids, masks = (kwargs.pop(name) for name in ("attention_mask", "position_ids", "masks"))
         if self.rotary_emb is not None:
+            # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
+            rows = with_columns(rows, mask, needs_starts=True, keeps_padding=masks is None or position_ids is None)
+            check_cache_without_states(cache, rows)
             positions = rows.positions(hidden_states.device) if position_ids is None else position_ids
             masks = attention_masks(self.config, hidden_states, rows, cache) if masks is None else masks
             kwargs |= {"position_embeddings": self.rotary_emb(hidden_states, positions)}
@@ -174,7 +178,7 @@ def _has_begun(starts, past, row, head, query, key):
 
 
 def attention_masks(
-    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, cache: Cache | None
+    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: ColumnRows, cache: Cache | None
 ) -> dict[str, torch.Tensor | None]:
     """The masks of the attention layers, by layer type.
 
@@ -218,15 +222,13 @@ class AttendingGeneration(HybridGenerationMixin):
         """As of `HybridGenerationMixin`, with the masks of full attention."""
         padding = super().create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
         cache = take_cache(kwargs)
-        rows = read_rows(
+        read = read_rows(
             cache,
             inputs_embeds.shape[:2],
             attention_mask=attention_mask,
             position_ids=position_ids,
             continues_documents=not kwargs.get("is_first_iteration"),
-            needs_starts=True,
-            keeps_padding=True,
-            has_states=holds_states(cache),
         )
+        rows = with_columns(read, attention_mask, needs_starts=True, keeps_padding=True)
         rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
         return attention_masks(config, inputs_embeds, rows, cache) | padding

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
-from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models import classifiers
@@ -78,6 +78,19 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "rows": rows, "initial_state": past.get("scan")}
         y, scan = longhorn_scan(x, self.dt_proj(d), k, q, **options)
         return self.out_proj(y), {} if conv is None else {"conv": conv, "scan": scan}
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LonghornBlock(GradientCheckpointingLayer):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -27,6 +29,12 @@ class AdaptiveEmbedding(nn.Module):
         for band, (start, end, width) in enumerate(zip(starts, bands, widths)):
             self.register_parameter(f"table_{band}", nn.Parameter(torch.zeros(end - start, width)))
             self.register_parameter(f"projection_{band}", nn.Parameter(torch.zeros(hidden_size, width)))
+
+    def set_initial_values(self) -> None:
+        for table in self.tables:
+            init.normal_(table, std=table.shape[1] ** -0.5)
+        for projection in self.projections:
+            init.xavier_uniform_(projection)
 
     @property
     def tables(self) -> list[nn.Parameter]:
@@ -101,6 +109,9 @@ class AdaptiveSoftmax(nn.Module):
         self.clusters = nn.Parameter(torch.zeros(len(self.embedding.bands) - 1, self.embedding.hidden_size))
         self.dropout = nn.Dropout(dropout)
 
+    def set_initial_values(self) -> None:
+        init.normal_(self.clusters, std=self.base[0].config.initializer_range)
+
     @property
     def embedding(self) -> AdaptiveEmbedding:
         return self.base[0].embed_tokens
@@ -140,3 +151,28 @@ class AdaptiveSoftmax(nn.Module):
         """Log-probabilities of a band's tokens, given the band."""
         inner = self.dropout(h @ self.embedding.projections[band])
         return F.linear(inner, self.embedding.tables[band]).log_softmax(-1)
+
+
+class ResizableBandsMixin(PreTrainedModel):
+    """A model whose embeddings may be an `AdaptiveEmbedding`."""
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers; an adaptive vocabulary grows and shrinks at the end of its last band.
+
+        Raises:
+            ValueError: nothing would be left of that band.
+        """
+        embeddings = self.get_input_embeddings()
+        if not isinstance(embeddings, AdaptiveEmbedding):
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return embeddings
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        unit = pad_to_multiple_of or 1
+        size = -(-size // unit) * unit
+        std = None if mean_resizing else embeddings.tables[-1].shape[1] ** -0.5  # as they are initialised
+        embeddings.resize(size, std)
+        self.config.vocab_size = size
+        return embeddings

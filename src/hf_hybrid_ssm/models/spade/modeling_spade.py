@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
@@ -26,59 +25,11 @@ from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
+from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax, ResizableBandsMixin
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.long_range_arena import PixelEmbedding, ScaleNorm, TimeBatchNorm
 from hf_hybrid_ssm.ops.core.rows import Rows
-
-
-class ScaleNorm(nn.Module):
-    """One learned scalar times x / rms(x)."""
-
-    def __init__(self, eps: float = 1e-5):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.scale
-
-
-class TimeBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of (B, L, D) over batch and time: over the tokens that are not padding.
-
-    Each batch updates the running statistics once, also where gradient checkpointing recomputes the forward.
-    """
-
-    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, L, D) → the same; `token_mask` (B, L) bool, the tokens that count; None: all."""
-        repeats = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # within a backward
-        if not self.training or (token_mask is None and not repeats):
-            return super().forward(x.transpose(1, 2)).transpose(1, 2)
-        if token_mask is None:  # the same operation, whose statistics are dropped
-            assert self.running_mean is not None and self.running_var is not None
-            mean, variance = self.running_mean.clone(), self.running_var.clone()
-            y = F.batch_norm(x.transpose(1, 2), mean, variance, self.weight, self.bias, training=True, eps=self.eps)
-            return y.transpose(1, 2)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        counts = token_mask.unsqueeze(-1).to(wide.dtype)
-        count = counts.sum().clamp(min=1)
-        mean = (wide * counts).sum((0, 1)) / count
-        variance = ((wide - mean).square() * counts).sum((0, 1)) / count
-        if not repeats:
-            self._update_statistics(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
-        normalised = (wide - mean) * torch.rsqrt(variance + self.eps)
-        return (normalised * self.weight + self.bias).to(x.dtype)
-
-    @torch.no_grad()
-    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics towards those of a batch, as torch does."""
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            running.lerp_(new.to(running.dtype), self.momentum)
 
 
 def build_norm(config: SpadeConfig) -> nn.Module:
@@ -196,7 +147,7 @@ NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embe
 
 
 @auto_docstring
-class SpadePreTrainedModel(HybridPreTrainedModel):
+class SpadePreTrainedModel(ResizableBandsMixin, HybridPreTrainedModel):
     config: SpadeConfig
     _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
     _can_record_outputs: dict[str, Any] = {"hidden_states": SpadeBlock}
@@ -206,52 +157,8 @@ class SpadePreTrainedModel(HybridPreTrainedModel):
         """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
         if isinstance(module, RelativeBias):
             init.zeros_(module.weight)
-        elif isinstance(module, ScaleNorm):
-            init.ones_(module.scale)
-        elif isinstance(module, AdaptiveEmbedding):
-            for table in module.tables:
-                init.normal_(table, std=table.shape[1] ** -0.5)
-            for projection in module.projections:
-                init.xavier_uniform_(projection)
-        elif isinstance(module, AdaptiveSoftmax):
-            init.normal_(module.clusters, std=self.config.initializer_range)
-        elif isinstance(module, PixelEmbedding):  # as MEGA's
-            init.normal_(module.weight, std=1.0)
-            init.normal_(module.bias, std=0.1)
         else:
             super()._init_weights(module)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """As in transformers; an adaptive vocabulary grows and shrinks at the end of its last band.
-
-        Raises:
-            ValueError: nothing would be left of that band.
-        """
-        embeddings = self.get_input_embeddings()
-        if not isinstance(embeddings, AdaptiveEmbedding):
-            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return embeddings
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        unit = pad_to_multiple_of or 1
-        size = -(-size // unit) * unit
-        std = None if mean_resizing else embeddings.tables[-1].shape[1] ** -0.5  # as they are initialised
-        embeddings.resize(size, std)
-        self.config.vocab_size = size
-        return embeddings
-
-
-class PixelEmbedding(nn.Linear):
-    """Grey values 0 … 255 as tokens, normalised and mapped linearly to the width."""
-
-    def __init__(self, hidden_size: int, mean: float, std: float):
-        super().__init__(1, hidden_size)
-        self.mean, self.std = mean, std
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(((input_ids / 255 - self.mean) / self.std).unsqueeze(-1).to(self.weight.dtype))
 
 
 def spade_embedding(config: SpadeConfig) -> nn.Module:

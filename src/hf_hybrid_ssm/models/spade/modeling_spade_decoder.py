@@ -3,6 +3,7 @@
 """The decoder of SPADE's encoder-decoder: cross-attention, layers, positions, and the cache of one source."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +21,12 @@ from hf_hybrid_ssm.models.cache import (
     read_rows,
     state_layer,
 )
+from hf_hybrid_ssm.models.columns import ColumnRows, with_columns
 from hf_hybrid_ssm.models.inputs import refuse_where
 from hf_hybrid_ssm.models.outputs import CACHE, BaseModelOutputWithCache
 from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.configuration_spade_seq2seq import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeBlock, SpadePreTrainedModel, SpadeStack, build_norm
 from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -121,13 +124,9 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
         own = None if cache is None else cache.self_attention_cache
-        rows = read_rows(
-            own,
-            embeddings.shape[:2],
-            attention_mask=attention_mask,
-            keeps_padding=self.positions is not None,
-            mask_name="decoder_attention_mask",
-        )
+        given: dict[str, Any] = {"attention_mask": attention_mask, "mask_name": "decoder_attention_mask"}
+        read = read_rows(own, embeddings.shape[:2], **given)
+        rows = with_columns(read, **given, needs_starts=False, keeps_padding=self.positions is not None)
         if self.positions is not None:
             embeddings = embeddings + self.positions(
                 self._position_ids(rows, self.positions.num_embeddings, embeddings.device)
@@ -149,7 +148,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             **{CACHE: cache},
         )
 
-    def _position_ids(self, rows: PackedRows, limit: int, device: torch.device) -> torch.Tensor:
+    def _position_ids(self, rows: ColumnRows, limit: int, device: torch.device) -> torch.Tensor:
         positions = rows.positions(device)
         if can_read_values(positions) and positions.max() >= limit:
             raise ValueError(

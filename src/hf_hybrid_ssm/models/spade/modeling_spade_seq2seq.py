@@ -22,7 +22,7 @@ from hf_hybrid_ssm.models.outputs import (
     by_both_cache_names,
 )
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
-from hf_hybrid_ssm.models.spade.configuration_spade import SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.configuration_spade_seq2seq import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeEncoder,
     SpadeEncoderModel,

@@ -133,7 +133,7 @@ def backward_kernel(
     j2 = tl.arange(0, triton.next_power_of_2(K))[:, None]
     taps = ()
     for j in tl.static_range(K):
-        taps = taps + (load(weight + d * K + j, is_channel),)  # type: ignore[assignment]  # noqa: RUF005
+        taps = taps + (load(weight + d * K + j, is_channel),)  # noqa: RUF005
     bias_d = load(bias + d, is_channel) if HAS_BIAS else tl.zeros([BD], tl.float32)
     dweight, dbias = tl.zeros([triton.next_power_of_2(K), BD], tl.float32), tl.zeros([BD], tl.float32)
     begin = row * 0 + chunk * (BLOCKS * T)
@@ -143,25 +143,25 @@ def backward_kernel(
         for i in tl.static_range(T + 2 * K - 2):
             t = first - (K - 1) + i
             value = token(x, state, row, t, d, is_channel, x_row, x_step, L, channels, K, HAS_STATE)
-            tokens = tokens + (value,)  # type: ignore[assignment]  # noqa: RUF005
+            tokens = tokens + (value,)  # noqa: RUF005
             if HAS_DOCUMENTS:
                 document = tl.load(seq_idx + row * L + tl.minimum(tl.maximum(t, 0), L - 1))
-                documents = documents + (document,)  # type: ignore[assignment]  # noqa: RUF005
+                documents = documents + (document,)  # noqa: RUF005
         for i in tl.static_range(T + K - 1):
             t = first + i
             g = load(grad_y + row * g_row + t * g_step + d, is_channel & between(t, 0, L, d))
             sources = ()
             total = bias_d
             for j in tl.static_range(K):
-                source = tokens[i + j]  # type: ignore[var-annotated]
+                source = tokens[i + j]
                 if HAS_DOCUMENTS:
                     source = tl.where(documents[i + j] == documents[i + K - 1], source, 0.0)
-                sources = sources + (source,)  # type: ignore[assignment]  # noqa: RUF005
+                sources = sources + (source,)  # noqa: RUF005
                 total += taps[j] * source
             if SILU:
                 open_ = reciprocal(1.0 + exponential(-total))
                 g = g * open_ * (1.0 + total * (1.0 - open_))
-            gradients = gradients + (g,)  # type: ignore[assignment]  # noqa: RUF005
+            gradients = gradients + (g,)  # noqa: RUF005
             if i < T:
                 dbias += g
                 for j in tl.static_range(K):

@@ -166,32 +166,26 @@ def step_op(
     fake: Callable[..., Any],
     changes: tuple[str, ...],
     device_types: str | None = "cpu",
-    inputs: Callable[..., Any] | None = None,
+    *,
+    inputs: Callable[..., Any],
 ) -> Callable:
-    """`compute`, which overwrites the arguments that `changes` names and has no gradient: called as it is where its
-    first argument allows it (`is_plain_call`), else as an op of torch.library.
-
-    With `inputs`, a NamedTuple, all three (`compute`, `fake` and what is returned) take one of these.
+    """`compute`, which overwrites the fields that `changes` names and has no gradient: called as it is where the first
+    field allows it (`is_plain_call`), else as an op of torch.library. It, `fake` and what is returned take `inputs`, a
+    NamedTuple.
 
     The op goes from torch's dispatcher to `compute` at once: what `custom_op` puts before it, for gradients and for
     the versions of what changes, takes longer than many a step.
     """
-    if inputs is not None:
-        make, computed, faked = inputs, compute, fake
-        run, fake_fields = _of_fields(make, computed), lambda *fields: faked(make(*fields))
-    else:
-        run, fake_fields = compute, fake
+    run = _of_fields(inputs, compute)
     namespace, _, own = name.partition("::")
     library = get_library_allowing_overwrite(namespace, own)  # a folder's own code may define the op anew
     schema = torch.library.infer_schema(run, mutates_args=changes)
     library.define(f"{own}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     key = {None: "CompositeExplicitAutograd", "cpu": "CPU", "cuda": "CUDA"}[device_types]
     library.impl(own, run, key)
-    torch.library.register_fake(name, fake_fields, lib=library)
+    torch.library.register_fake(name, lambda *fields: fake(inputs(*fields)), lib=library)
     op = getattr(getattr(torch.ops, namespace), own).default
-    if inputs is not None:
-        return lambda given: compute(given) if is_plain_call(given[0]) else op(*given)
-    return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)
+    return lambda given: compute(given) if is_plain_call(given[0]) else op(*given)
 
 
 # -- second derivatives ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""L2 normalisation."""
+"""L2 normalisation, and queries that are scaled by it."""
 
 from typing import Any
 
@@ -15,6 +15,13 @@ def l2_normalise(x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or is_transforming() or not wide.requires_grad:
         return _normalise(wide)[0].to(x.dtype)
     return _L2Normalise.apply(wide).to(x.dtype)
+
+
+def scaled_queries(queries: torch.Tensor, head_scale: torch.Tensor | None) -> torch.Tensor:
+    """Queries (B, L, H, e), L2-normalised and times |head_scale| (H,), or without it times e**-0.5."""
+    if head_scale is None:
+        return queries * queries.shape[-1] ** -0.5
+    return l2_normalise(queries) * head_scale.abs().to(queries.dtype).unsqueeze(1)
 
 
 def _normalise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

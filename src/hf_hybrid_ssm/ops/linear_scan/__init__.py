@@ -31,7 +31,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     lti_scan_torch,
 )
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.reference import LTI_EXAMPLES, LtiInputs, lti_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import LTI_EXAMPLES, LtiInputs, StepInputs, lti_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.token import lti_token
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
@@ -143,6 +143,7 @@ __all__ = [
     "BlockOutputs",
     "BlockStates",
     "ChannelSystem",
+    "StepInputs",
     "Transition",
     "block_outputs",
     "block_states",

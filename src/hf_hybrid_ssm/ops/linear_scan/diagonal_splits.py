@@ -76,7 +76,7 @@ class Splits:
             numbers = (~keep).long().cumsum(1)
         ends = (ends.flip(1) if backwards else ends).contiguous()
         leaving = torch.empty_like(ends)
-        run(ends, None, decay, first, numbers, leaving, None, None)
+        run(DiagonalInputs(ends, decay, first, numbers), leaving)
         return leaving.flip(1) if backwards else leaving
 
     def spread(self, flags: Tensor | None) -> Any:
@@ -90,9 +90,9 @@ def forward(run: Run, inputs: DiagonalInputs, splits: int) -> Tensor:
     rows = Splits(x, decay, seq_idx, splits)
     cut = rows.cut(x)
     h = torch.empty_like(cut)
-    run(cut, None, decay, torch.zeros_like(cut[:, 0]), rows.seq_idx, h, None, None)
+    run(DiagonalInputs(cut, decay, torch.zeros_like(cut[:, 0]), rows.seq_idx), h)
     leaving = rows.chain(run, h[:, -1].unflatten(0, (rows.batch, rows.count)), initial_state, backwards=False)
-    run(cut, None, decay, rows.entering(leaving, initial_state), rows.seq_idx, h, None, None)
+    run(DiagonalInputs(cut, decay, rows.entering(leaving, initial_state), rows.seq_idx), h)
     return rows.join(h)
 
 
@@ -104,10 +104,10 @@ def backward(run: Run, dh: Tensor, inputs: DiagonalInputs, splits: int) -> tuple
     last = states[:, -1].unflatten(0, (rows.batch, rows.count))
     start = rows.entering(last, initial_state)
     dx, final, parts = torch.empty_like(cut), torch.empty_like(start), torch.empty_like(start)
-    run(cut, states, decay, start, rows.seq_idx, dx, final, parts)
+    run(DiagonalInputs(cut, decay, start, rows.seq_idx), dx, states, final, parts)
     given = final.unflatten(0, (rows.batch, rows.count))  # the gradient of what enters, of the split alone
     whole = rows.chain(run, given, None, backwards=True) * rows.spread(rows.enters)
     cut = cut.clone()
     cut[:, -1] += F.pad(whole[:, 1:], (0, 0) * len(rows.shape) + (0, 1)).flatten(0, 1)
-    run(cut, states, decay, start, rows.seq_idx, dx, final, parts)
+    run(DiagonalInputs(cut, decay, start, rows.seq_idx), dx, states, final, parts)
     return rows.join(dx), final.unflatten(0, (rows.batch, rows.count))[:, 0].contiguous(), parts

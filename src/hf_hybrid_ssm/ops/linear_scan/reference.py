@@ -53,18 +53,33 @@ class LtiInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What implementations of `lti_token` take, checked, in the order of C; `low_rank` is `left` and `right`."""
+    """What `lti_token` and its implementations take, in the order of C: a token of F systems of N real numbers on each
+    of D channels.
+
+    What a token changes is small where memories are long, and its digits would be lost in a factor near 1.
+
+    Args:
+        u: (B, 1, D).
+        state: s, (B, F, D, N), which is overwritten.
+        decay_minus_one, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64.
+        left, right: l and r, (F, D, N) each, or neither.
+        output_rows: c, (F, D, N); without it there is no output.
+        skip: d, (F, D).
+        is_complex: the N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all
+            others real).
+        silu: act is SiLU instead of nothing.
+    """
 
     u: torch.Tensor
     state: torch.Tensor
     decay_minus_one: torch.Tensor
     input_vector: torch.Tensor
-    left: torch.Tensor | None
-    right: torch.Tensor | None
-    output_rows: torch.Tensor | None
-    skip: torch.Tensor | None
-    is_complex: bool
-    silu: bool
+    left: torch.Tensor | None = None
+    right: torch.Tensor | None = None
+    output_rows: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+    is_complex: bool = False
+    silu: bool = False
 
 
 def diagonal_scan_reference(inputs: DiagonalInputs) -> tuple[torch.Tensor]:

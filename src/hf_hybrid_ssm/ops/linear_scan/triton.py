@@ -86,20 +86,20 @@ lti_scan_triton = lti_scan_by(_channel)
 
 
 def _run_diagonal(
-    x: Tensor,
-    h: Tensor | None,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
+    inputs: DiagonalInputs,
     out: Tensor,
-    final: Tensor | None,
-    ddecay: Tensor | None,
+    h: Tensor | None = None,
+    final: Tensor | None = None,
+    ddecay: Tensor | None = None,
 ) -> None:
+    """States of the inputs; or, given the states h, with the gradients of these in the place of x, the gradients of x,
+    of the state before them (`final`) and of the decay by rows."""
+    x, decay, state, seq_idx = inputs
     batch, length, channels = x.shape[:3]
     with device_guard(x):
         diagonal_kernel[(triton.cdiv(channels, DIAGONAL_TILE["BD"]) * batch,)](
-            x, h, decay, initial_state, seq_idx, out, final, ddecay, length, channels, BACKWARDS=h is not None,
-            COMPLEX=decay.dim() == 2, DOCUMENTS=seq_idx is not None, START=initial_state is not None, **DIAGONAL_TILE,
+            x, h, decay, state, seq_idx, out, final, ddecay, length, channels, BACKWARDS=h is not None,
+            COMPLEX=decay.dim() == 2, DOCUMENTS=seq_idx is not None, START=state is not None, **DIAGONAL_TILE,
         )  # fmt: skip
 
 
@@ -109,22 +109,21 @@ def _splits(x: Tensor) -> int:
 
 
 def _diagonal_forward(inputs: DiagonalInputs) -> Tensor:
-    x, decay, state, seq_idx = inputs
-    if (splits := _splits(x)) > 1:
+    if (splits := _splits(inputs.x)) > 1:
         return diagonal_splits.forward(_run_diagonal, inputs, splits)
-    h = torch.empty_like(x)
-    _run_diagonal(x, None, decay, state, seq_idx, h, None, None)
+    h = torch.empty_like(inputs.x)
+    _run_diagonal(inputs, h)
     return h
 
 
 def _diagonal_backward(inputs: DiagonalInputs, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    h, decay, state, seq_idx = inputs
+    h = inputs.x
     if (splits := _splits(h)) > 1:
         dx, dstate, parts = diagonal_splits.backward(_run_diagonal, dh, inputs, splits)
     else:
         dx, dstate, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
-        _run_diagonal(dh, h, decay, state, seq_idx, dx, dstate, parts)
-    return dx, parts.sum(0).to(decay.dtype), dstate
+        _run_diagonal(inputs._replace(x=dh), dx, h, dstate, parts)
+    return dx, parts.sum(0).to(inputs.decay.dtype), dstate
 
 
 _diagonal = diagonal_op("hf_hybrid_ssm::diagonal_scan_triton", _diagonal_forward, _diagonal_backward)

@@ -109,7 +109,7 @@ def states_again(
         if HAS_DOCUMENTS:
             h = h * select_row(keep, t3, i)[None, :, :]
         error = select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h
-        errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
+        errors = errors + (error,)  # noqa: RUF005 - the compiler knows no unpacking
         h += k_i * error
         if HAS_GATE:
             y_i = tl.sum(h * q_i, 0)
