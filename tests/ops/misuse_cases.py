@@ -146,6 +146,10 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "bias of no distance": (token(bias=draw(4, 0)), ValueError, "at least one distance"),
     "bias of a block": (token(bias=draw(4, 5), **BLOCK), ValueError, "neither with block=True"),
     "bias of fixed slots": (token(bias=draw(4, 5), drops_token=True), ValueError, "nor without k and v"),
+    "mask of a window": (token(mask=torch.ones(2, 5).bool()), ValueError, "mask is for slots alone"),
+    "mask of other slots": (
+        token(mask=torch.ones(2, 4).bool(), drops_token=True), ValueError, r"mask must have shape \(B, M\) = \(2, 5\)"),
+    "mask of numbers": (token(mask=torch.ones(2, 5), drops_token=True), TypeError, "mask must be bool"),
     "scale of one head for four": (token(head_scale=draw(1)), ValueError, "head_scale must have shape"),
     "keys whose entries lie apart": (token(keys=draw(2, 2, 5, 12)[..., ::2]), ValueError, "its last stride must be 1"),
     "keys that share memory": (token(keys=SHARED), ValueError, "must not share memory"),

@@ -265,6 +265,9 @@ def attention_token(drawn: Drawn) -> Call:
         options["chunk_size"] = drawn.random.choice([None, drawn.size(20)])
         options |= {"bias": drawn.optional(heads, drawn.size(20)), "shift": drawn.chance()}
         options["zero_kv_sink"] = left is not None and options["chunk_size"] is None and drawn.chance()
+    elif drawn.chance():
+        shown = torch.rand(drawn.batch, slots + 1, generator=drawn.generator)
+        options["mask"] = shown < drawn.random.choice([0.0, 0.1, 0.9, 1.0])
     if not options.get("zero_kv_sink") and drawn.chance():
         options |= drawn.sink(drawn.batch, heads, groups=groups, width=width)
 

@@ -224,6 +224,26 @@ def test_what_the_bias_hides_is_not_seen(backend, heads):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", [7, 700, 3000])
+def test_a_mask_of_slots(backend, slots):
+    """A row of all slots, one of the first ones, one with holes, and one that sees none: each equals the slots that it
+    shows by themselves. What the C kernel is not shown at the ends is not read."""
+    places = torch.arange(slots)
+    mask = torch.stack([places >= 0, places < slots // 3, (places > slots // 5) & (places % 3 > 0), places < 0])
+    for dtype in dtypes(backend):
+        q, (keys, values) = draw(4, 6, 18, dtype=dtype), (draw(4, 2, slots, e, seed=e, dtype=dtype) for e in (18, 5))
+        want = [
+            slots_token(q[b : b + 1], None, None, keys[b : b + 1, :, row], values[b : b + 1, :, row], backend="torch")
+            for b, row in enumerate(mask[:3])
+        ]
+        if backend == "native":
+            for held in (keys, values):
+                held[1, :, slots // 3 :], held[2, :, : slots // 5], held[3] = torch.nan, torch.nan, torch.nan
+        got = slots_token(q, None, None, keys, values, mask=mask, backend=backend)
+        check((got,), (torch.cat([*want, torch.zeros(1, 6, 5, dtype=dtype)]),), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 2, 4])
 def test_a_sink_is_one_more_column(backend, rows):
     """Of slots without an order, by hand; `head_scale` changes queries and keys, not the sink's logit."""

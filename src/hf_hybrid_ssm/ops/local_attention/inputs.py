@@ -95,3 +95,4 @@ class StepInputs(NamedTuple):
     scale: float
     zero_kv_sink: bool
     shift: bool
+    mask: torch.Tensor | None

@@ -116,7 +116,7 @@ def attention_step_reference(inputs: StepInputs) -> tuple[torch.Tensor, torch.Te
         own = None if k is None or v is None else (k[b], v[b])
         rank = 0 if seen is None else int(seen[b])
         logits, seen_values = [], []
-        for key, value, distance in _visible(inputs, keys[b], values[b], own, rank):
+        for key, value, distance in _visible(inputs, b, own, rank):
             product = (q[b].to(dtype) * key.repeat_interleave(shared, 0).to(dtype)).sum(-1)
             logits.append(product * inputs.scale + _bias(bias, distance, False, heads, dtype))
             seen_values.append(value.repeat_interleave(shared, 0).to(dtype))
@@ -136,16 +136,13 @@ def attention_step_reference(inputs: StepInputs) -> tuple[torch.Tensor, torch.Te
 
 
 def _visible(
-    inputs: StepInputs,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor] | None,
-    rank: int,
+    inputs: StepInputs, b: int, own: tuple[torch.Tensor, torch.Tensor] | None, rank: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """(key, value, distance) of what the token sees."""
+    """(key, value, distance) of what the token of row b sees."""
+    keys, values, mask = inputs.keys[b], inputs.values[b], inputs.mask
     slots = keys.shape[1]
     if own is None:
-        return [(keys[:, j], values[:, j], 0) for j in range(slots)]
+        return [(keys[:, j], values[:, j], 0) for j in range(slots) if mask is None or mask[b, j]]
     (left, right), chunk_size, block = inputs.window, inputs.chunk_size, inputs.block
     if block:
         earlier = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
@@ -181,10 +178,17 @@ def _step_example(seen: list[int], zero_kv_sink: bool, **sink: tuple[int, ...]) 
     tensors = draw(shapes | {"bias": (4, 5), "head_scale": (4,)} | sink)
     tables = {"sink_logits": None, "sink_values": None, "seen": torch.tensor(seen)} | tensors
     options: dict[str, Any] = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}
-    return StepInputs(**tables, **options, zero_kv_sink=zero_kv_sink)
+    return StepInputs(**tables, **options, zero_kv_sink=zero_kv_sink, mask=None)
+
+
+def _masked_example() -> StepInputs:
+    """Slots alone, of which a row sees those in the middle, with one between that it does not; another row all."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0], [1] * 7]).bool()
+    return _step_example([0, 0], False)._replace(k=None, v=None, seen=None, bias=None, mask=mask)
 
 
 STEP_EXAMPLES = (
     lambda: _step_example([3, 40], True),
     lambda: _step_example([0, 40], False, sink_logits=(2, 4, 1), sink_values=(2, 5)),  # whose value heads share
+    _masked_example,
 )

@@ -42,6 +42,7 @@ def slot_attention(
     sink_logits: torch.Tensor | None = None,
     sink_values: torch.Tensor | None = None,
     shift: bool = False,
+    mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     r"""Attention of one token of each row to held slots: y = Σ_j softmax_j( scale · q·k_j + bias(i - j) ) v_j.
@@ -49,7 +50,7 @@ def slot_attention(
     Its own key and value are put among the held ones, in place. The M slots hold, newest last, the keys before it: in
     all of them, and then they move up by one (`shift`), or in all but the last one, which is free. With `block`, they
     are those of a block of M tokens instead: token i has slot i mod M, sees the slots 0 .. i mod M, and the block's
-    last token leaves zeros. Without k and v, the token sees all slots, and nothing is kept.
+    last token leaves zeros. Without k and v, the token sees all slots, or those of a mask, and nothing is kept.
 
     Args:
         q: (B, H, 1, E).
@@ -67,6 +68,8 @@ def slot_attention(
         sink_logits: (B, H, 1), the logit of one more column of the softmax; -inf where there is none. `head_scale`
             does not change it.
         sink_values: its value (H, V), or (G, V) for heads that share keys and values; 0 by default.
+        mask: (B, M) bool, the slots that the token sees, without k and v. Those before the first and after the last
+            one are not read.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -85,6 +88,7 @@ def slot_attention(
         check_tensor("v", v, (batch, groups, 1, values.shape[3]), "B, G, 1, V", like=q)
         check_overwritten("keys", keys, dense="entries")
         check_overwritten("values", values, dense="entries")
+    check_tensor("mask", mask, (batch, slots), "B, M", beside=q, optional=True)
     if slots == 0:
         raise ValueError("keys (B, G, M, E) must have at least one slot, got M = 0.")
     if groups == 0 or heads % groups:
@@ -92,7 +96,7 @@ def slot_attention(
     check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
     check_tensor("head_scale", head_scale, (heads,), "H", beside=q, optional=True)
     window = Window.of(window)
-    _check_options(k, window, chunk_size, block, bias, zero_kv_sink)
+    _check_options(k, window, chunk_size, block, bias, zero_kv_sink, mask)
     check_sink(sink_logits, sink_values, q, values, zero_kv_sink)
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
@@ -100,7 +104,7 @@ def slot_attention(
     scale = size**-0.5 if scale is None else scale
     inputs = StepInputs(
         q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window.limits, chunk_size, block,
-        scale, zero_kv_sink, shift,
+        scale, zero_kv_sink, shift, mask,
     )  # fmt: skip
     return run(inputs)[0]
 
@@ -122,6 +126,7 @@ def _check_options(
     block: bool,
     bias: torch.Tensor | None,
     zero_kv_sink: bool,
+    mask: torch.Tensor | None,
 ) -> None:
     """Those of a step that contradict each other."""
     left, right = window.limits
@@ -137,6 +142,10 @@ def _check_options(
         raise ValueError(f"window={window.limits}: with block=True, right must be 0 or -1.")
     if zero_kv_sink and (left is None or chunk_size is not None):
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
+    if mask is not None and k is not None:
+        raise ValueError("mask is for slots alone: without k and v.")
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, got {mask.dtype}.")
 
 
 def window_token(

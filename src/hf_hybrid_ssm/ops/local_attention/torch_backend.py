@@ -225,7 +225,8 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
     sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
     options: dict[str, Any] = {"scale": inputs.scale, "sink": sink}
     if k is None or v is None or seen is None:
-        y = _attend_slots(q, keys, values, None, None, **options)
+        mask = inputs.mask
+        y = _attend_slots(q, keys, values, mask, None if mask is None else ~mask.any(1, keepdim=True), **options)
     elif inputs.block:
         slot = torch.remainder(seen, keys.shape[2]).unsqueeze(1)
         for old, new in ((keys, k), (values, v)):
