@@ -28,6 +28,8 @@ typedef int32_t iquarter __attribute__((vector_size(16)));
 #define MERGED(a, b, ...) __builtin_shuffle(a, b, (iquarter){__VA_ARGS__})
 #endif
 
+enum { FREE, FULL, BY_RANK, BLOCK }; /* where a token finds the keys before it: see slots.py */
+
 typedef uint16_t narrow_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 typedef struct {
@@ -38,7 +40,7 @@ typedef struct {
     const int64_t *seen;
     float *y;
     int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R;
-    int64_t sink_row, sink_head, mask_row, left, right, chunk, block, shift, zeros_before, narrow;
+    int64_t sink_row, sink_head, mask_row, left, right, chunk, layout, zeros_before, narrow;
     int64_t B, H, G, M, E, V, S;
     float scale;
 } problem;
@@ -304,10 +306,11 @@ static void combine(const problem *p, int64_t b, int64_t h, const view *seen, fl
 
 /* a token's key or value into its slot of M, or, where a block is over, zeros into all slots */
 static void keep(const problem *p, char *held, int64_t apart, const float *new, int64_t entries, int64_t slot) {
-    const int64_t size = p->narrow ? 2 : 4, over = p->block && slot == p->M - 1;
+    const int64_t size = p->narrow ? 2 : 4, over = p->layout == BLOCK && slot == p->M - 1;
     for (int64_t i = 0; i < p->M && over; i++) memset(held + i * apart * size, 0, entries * size);
-    if (p->shift && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
-    else for (int64_t i = 1; i < p->M && p->shift; i++)
+    const int moves = p->layout == FULL;
+    if (moves && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
+    else for (int64_t i = 1; i < p->M && moves; i++)
         memcpy(held + (i - 1) * apart * size, held + i * apart * size, entries * size);
     if (!over) store_held(held, slot * apart, new, entries, p->narrow);
 }
@@ -336,10 +339,11 @@ static view view_of(const problem *p, int64_t b) {
         while (seen.first < seen.held && !mask[seen.first]) seen.first++;
         seen.held -= seen.first;
         seen.shown = mask + seen.first;
-    } else if (p->block) { /* slots 0 .. rank % M of the block, the last one the token's */
+    } else if (p->layout == BLOCK) { /* slots 0 .. rank % M, the last one the token's */
         seen.slot = seen.held = rank % p->M;
     } else if (p->k) { /* the newest slots, as many distances as window, document and chunk leave */
-        const int64_t before = p->shift ? p->M : p->M - 1;
+        const int64_t before = p->layout == BY_RANK ? rank : p->layout == FULL ? p->M : p->M - 1;
+        if (p->layout == BY_RANK) seen.slot = rank;
         int64_t reach = p->left >= 0 ? smaller(p->left, rank) : rank;
         if (p->chunk) reach = smaller(reach, rank % p->chunk);
         seen.far = smaller(reach, before);
@@ -362,8 +366,7 @@ static void one_part(
 }
 
 /* y of a group's heads from their parts; its key and value are kept */
-static void finish(
-    const problem *p, int64_t b, int64_t g, view seen, float *parts, int64_t count, float *space) {
+static void finish(const problem *p, int64_t b, int64_t g, view seen, float *parts, int64_t count, float *space) {
     const int64_t heads = p->H / p->G, wide = p->V + 2;
     const float *queries = queries_of(p, b, g, space), *k = p->k ? p->k + (b * p->G + g) * p->E : 0;
     const float *v = p->k ? p->v + (b * p->G + g) * p->V : 0;
@@ -385,21 +388,20 @@ static void finish(
     keep(p, p->values + (b * p->value_row + g * p->value_head) * size, p->value_slot, v, p->V, seen.slot);
 }
 
-/* Returns 0, 1 if memory ran out, or 2 if there is no slot or a row has seen fewer tokens than none. left < 0: no
- * limit; chunk, block: 0 if there is none; k null: nothing is kept. */
+/* Returns 0, 1 if memory ran out, or 2 if there is no slot, or a row has seen fewer tokens than none or has none for the
+ * next. left < 0: no limit; chunk: 0 if there is none; k null: nothing is kept. */
 int attention_step(
     const float *q, const float *k, const float *v, char *keys, char *values, const int64_t *seen, const float *bias,
     const float *head_scale, const float *sink_logits, const float *sink_values, const char *mask, float *y, double scale,
     int64_t key_row, int64_t key_head, int64_t key_slot, int64_t value_row, int64_t value_head, int64_t value_slot,
     int64_t bias_head, int64_t bias_column, int64_t R, int64_t sink_row, int64_t sink_head, int64_t mask_row,
-    int64_t left, int64_t right, int64_t chunk, int64_t block, int64_t shift, int64_t zeros_before, int64_t narrow,
-    int64_t B, int64_t H, int64_t G, int64_t M, int64_t E, int64_t V, int64_t S, int64_t threads) {
+    int64_t left, int64_t right, int64_t chunk, int64_t layout, int64_t zeros_before, int64_t narrow, int64_t B,
+    int64_t H, int64_t G, int64_t M, int64_t E, int64_t V, int64_t S, int64_t threads) {
     const problem p = {q, k, v, bias, head_scale, sink_logits, sink_values, mask, keys, values, seen, y, key_row,
                        key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row,
-                       sink_head, mask_row, left, right, chunk, block, shift, zeros_before, narrow, B, H, G, M, E, V, S,
-                       scale};
+                       sink_head, mask_row, left, right, chunk, layout, zeros_before, narrow, B, H, G, M, E, V, S, scale};
     for (int64_t b = 0; b < B; b++)
-        if (M < 1 || (seen && seen[b] < 0)) return 2;
+        if (M < 1 || (seen && (seen[b] < 0 || (k && layout == BY_RANK && seen[b] >= M)))) return 2;
     view *views = malloc((B + 1) * sizeof(view));
     if (!views) return 1;
     int64_t most = 1;
