@@ -147,13 +147,21 @@ def family(name: str, form: str) -> dict[str, Any]:
 
 
 def products_of(model: PreTrainedModel) -> Callable[[], None]:
-    """One product of every linear map of the model, by its own weights of any form."""
+    """One product of every linear map of the model, by its own weights of any form; of LMU-ISA's memories (q, D) also
+    their reductions to queries, keys and values (3 q', q), whose weights are small and whose memories are not."""
     maps = [module for module in model.modules() if isinstance(module, nn.Linear | LowBitLinear)]
     rows = {module.in_features: torch.ones(1, 1, module.in_features, dtype=model.dtype) for module in maps}
+
+    reductions = [
+        part.reduce_weight.float().flatten(0, 1) for part in model.modules() if hasattr(part, "reduce_weight")
+    ]
+    memories = [torch.ones(weight.shape[1], model.config.hidden_size) for weight in reductions]
 
     def run() -> None:
         for module in maps:
             module(rows[module.in_features])
+        for weight, memory in zip(reductions, memories):
+            weight @ memory
 
     return run
 

@@ -134,12 +134,20 @@ def _rounded(figures: Figures) -> str:
     """What rounding costs: loss beside float32's, and answers."""
     rows, forms = [], list(next(iter(figures["needles"].values())))[3:]
     for name, found in figures["loss"].items():
-        beside = [f"{found[form] - found['float32']:+.4f}" for form in forms[1:]]
+        beside = [f"{found[form] - found['float32']:+.4f}" if form in found else "" for form in forms[1:]]
         rows.append([f"loss of {name}, nats a token", f"{found['float32']:.3f}", *beside])
     for name, found in figures["needles"].items():
         label = f"answers of {name}, of {found['asked']} in {found['tokens']:,} tokens"
         rows.append([label, *(str(found[form]) for form in forms)])
     return markdown_table(["weights of", *forms], rows)
+
+
+def assisted_decoding(figures: Figures) -> str:
+    """Of each target by the number of drafted tokens."""
+    targets = figures["targets"]
+    counts = [key for key in next(iter(targets.values())) if key != "commit"]
+    rows = [[name, *(f"{found[n][0]:.1f} ({found[n][1]:.1f})" for n in counts)] for name, found in targets.items()]
+    return markdown_table(["drafts for", *(f"{n} drafted" for n in counts)], rows)
 
 
 # -- long texts -------------------------------------------------------------------------------------------------------
