@@ -105,23 +105,49 @@ def weight_only(figures: Figures) -> str:
 def compiled_decoding(figures: Figures) -> str:
     """Of a student: a token in each form; the loss; and the attention of one token beside reading what it reads."""
     rows = []
-    for form, found in figures["tokens"].items():
-        first = found["seconds_of_first_tokens"]
-        times = [value for by_form in found["milliseconds_per_token"].values() for value in by_form.values()]
-        first = first if isinstance(first, list) else [first]
-        rows.append([form, *(f"{value:.1f}" for value in times), " / ".join(f"{value:.0f}" for value in first)])
+    for name, found in figures["tokens"].items():
+        times, first = found["milliseconds_per_token"], found["seconds_of_first_tokens"]
+        for way in next(iter(times.values())):
+            row = [f"{name}: {way}", *(f"{by_way[way]:.1f}" for by_way in times.values())]
+            seconds = first if isinstance(first, list) else [first]
+            rows.append([*row, " / ".join(f"{value:.0f}" for value in seconds) if way == "compiled" else ""])
     lengths = next(iter(figures["tokens"].values()))["milliseconds_per_token"]
-    head = [f"{name} at {int(length):,}" for length, by_form in lengths.items() for name in by_form]
-    tokens = markdown_table(["ms a token", *head, "s of the first, where nothing is compiled / found on disk"], rows)
+    head = ["ms a token, after so many", *(f"{int(length):,}" for length in lengths)]
+    tokens = markdown_table([*head, "s of the first, where nothing is compiled / found on disk"], rows)
     ratio = lambda found: f"{found['attention'] / found['reading']:.1f}"  # noqa: E731
     steps = rows_of(figures["attention"], "{bytes:,}", "{attention:,.0f}", "{reading:,.0f}", ratio)
     step = markdown_table(["attention of one token: slots, dtype", "bytes", "us", "us to read them", "ratio"], steps)
-    losses = [
-        [f"{form}: {found['float32']:.3f}" if form == "float32" else f"{form}: {value - found['float32']:+.4f}"
-         for form, value in found.items() if form != "commit"]
-        for found in figures["loss"].values()
+    return "\n".join([tokens, _compiled_families(figures["families"]), step, _rounded(figures)])
+
+
+def _compiled_families(families: Figures) -> str:
+    rows = [
+        [name, *(f"{found[way]:.1f}" for way in ("eager", "compiled", "products")),
+         f"{found['compiled'] / found['eager']:.2f}", f"{found['compiled'] / found['products']:.2f}"]
+        for name, found in families.items()
     ]  # fmt: skip
-    return f"{tokens}\n{step}\nLoss, nats a token: {'; '.join(', '.join(each) for each in losses)}.\n"
+    head = ["ms a token, 24 layers of width 1,024 (Longhorn 48)", "eager", "compiled", "products alone"]
+    return markdown_table([*head, "compiled over eager", "over products"], rows)
+
+
+def _rounded(figures: Figures) -> str:
+    """What rounding costs: loss beside float32's, and answers."""
+    rows, forms = [], list(next(iter(figures["needles"].values())))[3:]
+    for name, found in figures["loss"].items():
+        beside = [f"{found[form] - found['float32']:+.4f}" if form in found else "" for form in forms[1:]]
+        rows.append([f"loss of {name}, nats a token", f"{found['float32']:.3f}", *beside])
+    for name, found in figures["needles"].items():
+        label = f"answers of {name}, of {found['asked']} in {found['tokens']:,} tokens"
+        rows.append([label, *(str(found[form]) for form in forms)])
+    return markdown_table(["weights of", *forms], rows)
+
+
+def assisted_decoding(figures: Figures) -> str:
+    """Of each target by the number of drafted tokens."""
+    targets = figures["targets"]
+    counts = [key for key in next(iter(targets.values())) if key != "commit"]
+    rows = [[name, *(f"{found[n][0]:.1f} ({found[n][1]:.1f})" for n in counts)] for name, found in targets.items()]
+    return markdown_table(["drafts for", *(f"{n} drafted" for n in counts)], rows)
 
 
 # -- long texts -------------------------------------------------------------------------------------------------------

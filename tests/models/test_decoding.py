@@ -8,6 +8,7 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, state_layer
 from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StateAndKeysLayer
 from hf_hybrid_ssm.ops.core.dispatch import backend
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.tiny_models import (
     VARIANTS,
     compiles,
@@ -69,6 +70,25 @@ def test_static_cache(model):
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {0}
     other = text(2, 4, seed=1)
     close(steps(model, cache, other), model(other).logits)
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler")
+@pytest.mark.parametrize("variant", ["longhorn + window and full attention", "student: windows and a full layer"])
+@torch.inference_mode()
+def test_places_of_a_static_cache_that_are_empty_are_not_read(variant):
+    """By the attention to all tokens of two rows, one of which has padding on its left."""
+    model, ids = language_model(variant), text(2)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, :4] = 0
+    model(ids[:, :PROMPT], attention_mask=mask, past_key_values=cache)
+    own = [layer for layer in cache.layers if not is_recurrent_state_layer(layer)]
+    assert own
+    for layer in own:
+        layer.keys[:, :, PROMPT:], layer.values[:, :, PROMPT:] = torch.nan, torch.nan
+    got = steps(model, cache, ids[:, PROMPT:])
+    close(got[0], model(ids[:1]).logits[0, PROMPT:])
+    close(got[1], model(ids[1:, 4:]).logits[0, PROMPT - 4 :])
 
 
 def grows(model) -> bool:

@@ -113,7 +113,8 @@ def implicit(**changed: Any) -> Call:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-BLOCK: dict[str, Any] = {"block": True, "window": (None, 0)}
+BLOCK: dict[str, Any] = {"layout": "block", "window": (None, 0)}
+BY_RANK: dict[str, Any] = {"layout": "by_rank", "window": (None, 0)}
 META = torch.empty(0, device="meta")
 ELSEWHERE = "must be on cpu like the other inputs, got meta"
 VECTOR = draw(2, 16, 16, seed=1)[..., ::2]
@@ -144,8 +145,16 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "tokens of one row for two": (token(seen=torch.tensor([2])), ValueError, "seen must have shape"),
     "bias of one head for four": (token(bias=draw(1, 5)), ValueError, r"bias must have shape \(H, R\) = \(4, any\)"),
     "bias of no distance": (token(bias=draw(4, 0)), ValueError, "at least one distance"),
-    "bias of a block": (token(bias=draw(4, 5), **BLOCK), ValueError, "neither with block=True"),
+    "bias of a block": (token(bias=draw(4, 5), **BLOCK), ValueError, "neither of a block"),
     "bias of fixed slots": (token(bias=draw(4, 5), drops_token=True), ValueError, "nor without k and v"),
+    "a layout without a name": (token(layout="shift"), ValueError, "layout='shift' must be one of"),
+    "a window of slots by rank": (token(layout="by_rank"), ValueError, "left must be None"),
+    "no slot for a token by rank": (
+        token(seen=torch.tensor([2, 5]), **BY_RANK), ValueError, "seen must (be below 5|not be negative)"),
+    "mask of a window": (token(mask=torch.ones(2, 5).bool()), ValueError, "mask is for slots alone"),
+    "mask of other slots": (
+        token(mask=torch.ones(2, 4).bool(), drops_token=True), ValueError, r"mask must have shape \(B, M\)"),
+    "mask of numbers": (token(mask=torch.ones(2, 5), drops_token=True), TypeError, "mask must be bool"),
     "scale of one head for four": (token(head_scale=draw(1)), ValueError, "head_scale must have shape"),
     "keys whose entries lie apart": (token(keys=draw(2, 2, 5, 12)[..., ::2]), ValueError, "its last stride must be 1"),
     "keys that share memory": (token(keys=SHARED), ValueError, "must not share memory"),
@@ -163,7 +172,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a sink of whole numbers": (
         token(sink_logits=torch.ones(2, 4, dtype=torch.int64)), TypeError, "sink_logits must have a floating-point"),
     "a sink elsewhere": (token(sink_logits=META.new_empty(2, 4)), ValueError, f"sink_logits {ELSEWHERE}"),
-    "a block that ends early": (token(window=(None, -2), block=True), ValueError, "right must be 0 or -1"),
+    "a block that ends early": (token(window=(None, -2), layout="block"), ValueError, "right must be 0 or -1"),
     "a window in halves": (token(window=(1.5, 0)), TypeError, "window must hold whole numbers or None"),
     "a chunk of none": (token(chunk_size=0), ValueError, "chunk_size must be at least 1"),
     "keys elsewhere": (

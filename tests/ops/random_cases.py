@@ -258,13 +258,18 @@ def attention_token(drawn: Drawn) -> Call:
     kind = drawn.random.choice(["block", "window", "window", "fixed"])
     options: dict[str, Any] = {"head_scale": drawn.optional(heads)}
     if kind == "block":
-        options |= {"block": True, "window": (None, drawn.random.choice([0, -1]))}
+        options |= {"layout": "block", "window": (None, drawn.random.choice([0, -1]))}
     elif kind == "window":
         left = drawn.random.choice([None, drawn.size(slots, 0)])
         options["window"] = (left, drawn.random.choice([0, -1]) if left else 0)
         options["chunk_size"] = drawn.random.choice([None, drawn.size(20)])
-        options |= {"bias": drawn.optional(heads, drawn.size(20)), "shift": drawn.chance()}
+        layout = drawn.random.choice(["free", "full"] + ["by_rank"] * (left is None))
+        options |= {"bias": drawn.optional(heads, drawn.size(20)), "layout": layout}
+        seen = seen.clamp(max=slots) if layout == "by_rank" else seen
         options["zero_kv_sink"] = left is not None and options["chunk_size"] is None and drawn.chance()
+    elif drawn.chance():
+        shown = torch.rand(drawn.batch, slots + 1, generator=drawn.generator)
+        options["mask"] = shown < drawn.random.choice([0.0, 0.1, 0.9, 1.0])
     if not options.get("zero_kv_sink") and drawn.chance():
         options |= drawn.sink(drawn.batch, heads, groups=groups, width=width)
 

@@ -1,11 +1,13 @@
 """The ops of decoding: one token of each row equals the op for whole rows, in place, in every backend."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest, empty_state
 from tests.host_syncs import as_on_an_accelerator
 from tests.row_options import (
@@ -97,6 +99,30 @@ def test_step_of_the_window(backend, name, static_address, has_bias):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_pieces_and_tokens_of_a_static_cache(backend):
+    """A piece with padding, a token, a piece of two documents, and a token: keys of all tokens each in its slot."""
+    q, k, v = draw(2, 4, 12, 6), draw(2, 2, 12, 6, seed=1), draw(2, 2, 12, 3, seed=2)
+    pieces = [(slice(0, 5), {"lengths": torch.tensor([5, 3])}), (slice(5, 6), {}), (slice(6, 11), {"seq_idx": True})]
+    states, outputs = {20: None, None: None}, {20: [], None: []}
+    for piece, given in [*pieces, (slice(11, 12), {})]:
+        documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
+        given = {"seq_idx": documents} if "seq_idx" in given else given
+        for room in states:
+            rows = Rows.of(**given, return_final_state=True, capacity=room)
+            rows = replace(rows, is_step=piece.stop - piece.start == 1)
+            tokens = [x[:, :, piece] for x in (q, k, v)]
+            y, states[room] = local_attention(
+                *tokens, window=(None, 0), rows=rows, initial_state=states[room], backend=backend
+            )
+            outputs[room].append(y[:, :, :3])
+    check(outputs[20], outputs[None], torch.float32)
+    assert states[20].seen.tolist() == states[None].seen.tolist() == [4, 2]
+    for row, count in enumerate((4, 2)):
+        assert torch.equal(states[20].keys[row, :, :count], k[row, :, 12 - count :])
+        assert torch.equal(states[None].keys[row, :, -count:], k[row, :, 12 - count :])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_that_began_at_different_times(backend):
     """A document that began later sees nothing of what is held from before it."""
     q, k, v = draw(2, 4, 3), draw(2, 4, 3, seed=1), draw(2, 4, 3, seed=2)
@@ -117,7 +143,7 @@ def test_more_slots_than_a_part_has(slots, shared):
         pytest.skip("no C compiler")
     heads = 2 * shared
     tables = {"bias": (heads, 40), "sink_logits": (3, heads), "sink_values": (2, 5), "head_scale": (heads,)}
-    others = {"seen": torch.tensor([0, 130, slots]), "window": (slots - 1, 0), "shift": True}
+    others = {"seen": torch.tensor([0, 130, slots]), "window": (slots - 1, 0), "layout": "full"}
     shapes = {
         "q": (3, heads, 18),
         "k": (3, 2, 18),
@@ -153,7 +179,7 @@ def test_step_of_blocks(backend, right):
         held = [torch.zeros(2, 5, 3, 8, dtype=dtype).transpose(1, 2) for _ in "kv"]
         for t in range(14):
             token, seen = (part[:, :, t] for part in (q, k, v)), torch.full((2,), t)
-            y = slots_token(*token, *held, seen, window=(None, right), block=True, scale=1.0, backend=backend)
+            y = slots_token(*token, *held, seen, window=(None, right), layout="block", scale=1.0, backend=backend)
             check((y,), (want[:, :, t],), dtype)
             filled = (t + 1) % 5
             assert torch.equal(held[0][:, :, :filled], k[:, :, t + 1 - filled : t + 1])
@@ -224,6 +250,26 @@ def test_what_the_bias_hides_is_not_seen(backend, heads):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", [7, 700, 3000])
+def test_a_mask_of_slots(backend, slots):
+    """A row of all slots, one of the first ones, one with holes, and one that sees none: each equals the slots that it
+    shows by themselves. What the C kernel is not shown at the ends is not read."""
+    places = torch.arange(slots)
+    mask = torch.stack([places >= 0, places < slots // 3, (places > slots // 5) & (places % 3 > 0), places < 0])
+    for dtype in dtypes(backend):
+        q, (keys, values) = draw(4, 6, 18, dtype=dtype), (draw(4, 2, slots, e, seed=e, dtype=dtype) for e in (18, 5))
+        want = [
+            slots_token(q[b : b + 1], None, None, keys[b : b + 1, :, row], values[b : b + 1, :, row], backend="torch")
+            for b, row in enumerate(mask[:3])
+        ]
+        if backend == "native":
+            for held in (keys, values):
+                held[1, :, slots // 3 :], held[2, :, : slots // 5], held[3] = torch.nan, torch.nan, torch.nan
+        got = slots_token(q, None, None, keys, values, mask=mask, backend=backend)
+        check((got,), (torch.cat([*want, torch.zeros(1, 6, 5, dtype=dtype)]),), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 2, 4])
 def test_a_sink_is_one_more_column(backend, rows):
     """Of slots without an order, by hand; `head_scale` changes queries and keys, not the sink's logit."""
@@ -246,7 +292,7 @@ def test_a_sink_is_one_more_column(backend, rows):
 def test_a_sink_beside_a_block(backend, right):
     """The first token of a block, strictly before which there is nothing, sees the sink alone."""
     token, seen = (draw(2, 4, 8), draw(2, 2, 8, seed=1), draw(2, 2, 6, seed=2)), torch.tensor([5, 8])
-    options = {"window": (None, right), "block": True, "sink_logits": draw(2, 4), "sink_values": draw(4, 6)}
+    options = {"window": (None, right), "layout": "block", "sink_logits": draw(2, 4), "sink_values": draw(4, 6)}
     results = []
     for name in (backend, "reference"):
         held = draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 6, seed=4)

@@ -248,13 +248,13 @@ class WindowedAttention(RecurrentMixin):
             states = memory.states_after(*inputs[3 * len(self.parts) + has_logits :], past=past, rows=rows)
         for index, (prefix, _, window) in enumerate(self.parts):
             key, value = (x.transpose(1, 2) for x in inputs[3 * index + 1 : 3 * index + 3])
-            before, held = _state(past, prefix), rows.capacity if window.left is None else window.left
+            before = _state(past, prefix)
             if window.left is not None and self.sink == "first_token":
                 seen = None if before is None else before.seen
                 ranks = document_ranks(key.shape[2], seen=seen, seq_idx=rows.seq_idx, device=key.device)
                 states |= last_of(first_tokens(key, value, ranks, past, prefix), rows, past, prefix)
                 value = _with_ones(value)
-            states |= _named(append_to_window(before, key, value, held, rows), prefix)
+            states |= _named(append_to_window(before, key, value, window.left, rows), prefix)
         return states
 
 

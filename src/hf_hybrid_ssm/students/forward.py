@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.cache import served_keys
 from hf_hybrid_ssm.models.columns import ColumnRows
+from hf_hybrid_ssm.models.held_attention import held_attention
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import moved
 from hf_hybrid_ssm.students.sinks import Angles
@@ -109,7 +110,8 @@ class Forward:
             more = {name: options.get(name) for name in ("softcap", "s_aux")}
             return served.attend(query, key, value, scale=scale, **more).unflatten(2, (query.shape[1], -1)), None
         mask = self.within_documents(mask, query, key)
-        return own_attention(module)(module, query, key, value, mask, **options)
+        held = held_attention(own_name(module), self.rows, query, key, value, mask, **options)
+        return own_attention(module)(module, query, key, value, mask, **options) if held is None else (held, None)
 
     def scaled(self, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(B, H, L, e) queries that see all tokens, sharper the more these are."""
@@ -140,7 +142,12 @@ class Forward:
 
 def own_attention(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The teacher's attention, by the implementation that was chosen for it."""
-    name = module.config._attn_implementation.removeprefix(PREFIX)
+    name = own_name(module)
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def own_name(module: Any) -> str:
+    """Of the implementation of the teacher's attention that was chosen."""
+    return module.config._attn_implementation.removeprefix(PREFIX)

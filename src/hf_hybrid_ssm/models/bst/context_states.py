@@ -23,7 +23,7 @@ from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT, MultiFilterMixin
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise, scaled_queries
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention, slot_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention, rolled, slot_attention
 
 
 class HeadwiseLinear(nn.Module):
@@ -114,7 +114,7 @@ class ContextStates(MultiFilterMixin, nn.Module):
         keys, values, ssm = self.by_token(x, past, rows)
         state = None
         if past:
-            newest_last = [_rolled(past[name], -past["seen"]) for name in CONTEXT]
+            newest_last = [rolled(past[name], -past["seen"]) for name in CONTEXT]
             state = AttentionState(newest_last[0], newest_last[1], past["seen"])
         y, unfinished = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
@@ -150,7 +150,7 @@ class ContextStates(MultiFilterMixin, nn.Module):
         z = self.norm(y)
         shape = (u.shape[0], self.num_heads, 1, self.head_dim)
         k, v = self.normalised(self.k_proj(z).view(shape), is_step=True), self.v_proj(z).view(shape)
-        y = slot_attention(queries, k, v, keys, values, past["seen"], block=True, **scales)
+        y = slot_attention(queries, k, v, keys, values, past["seen"], layout="block", **scales)
         return y, self.named_states(ssm, keys, values)
 
     def _maps_are_plain(self) -> bool:
@@ -186,11 +186,4 @@ def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor, window: int) -
     `AttentionState` → (B, H, W, e) slot by slot, zero in slots that are not yet filled."""
     newest = nn.functional.pad(newest, (0, 0, window - newest.shape[2], 0))
     filled = torch.arange(window, device=newest.device) < (tokens_seen % window).unsqueeze(1)
-    return torch.where(filled[:, None, :, None], _rolled(newest, tokens_seen), 0.0)
-
-
-def _rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """x (B, H, W, e) rolled by shift (B,) places along W."""
-    window = x.shape[2]
-    source = (torch.arange(window, device=x.device) - shift.unsqueeze(1)) % window
-    return x.gather(2, source[:, None, :, None].expand_as(x))
+    return torch.where(filled[:, None, :, None], rolled(newest, tokens_seen), 0.0)

@@ -23,6 +23,7 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import read_rows, served_keys
 from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
+from hf_hybrid_ssm.models.held_attention import held_attention
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.outputs import CACHE, take_cache
 from hf_hybrid_ssm.models.packing import PackedRows, States
@@ -80,7 +81,12 @@ class LonghornAttention(nn.Module):
             if (served := served_keys(cache, self.layer_idx)) is not None:
                 return self.o_proj(served.attend(queries, keys, values, scale=self.scaling)), None
             keys, values = cache.update(keys, values, self.layer_idx)
-        output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
+        heads = queries, keys, values
+        name, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
+        held = held_attention(name, rows, *heads, attention_mask, scaling=self.scaling, dropout=dropout)
+        if held is not None:
+            return self.o_proj(held.flatten(2)), None
+        output, weights = self._attend(*heads, attention_mask, **kwargs)
         return self.o_proj(output), weights
 
     def heads(self, x: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

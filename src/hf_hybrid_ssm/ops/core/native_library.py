@@ -22,6 +22,7 @@ DTYPES = {
     "float32": (torch.float32,),
     "float64": (torch.float64,),
     "int64": (torch.int64,),
+    "bool": (torch.bool,),
     "held": (torch.float32, torch.bfloat16),
 }
 _TENSOR = re.compile(r"(\w+)(\??)\[([^\]]*)\](?: (\w+))?$")

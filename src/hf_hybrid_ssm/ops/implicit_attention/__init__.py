@@ -72,7 +72,7 @@ def implicit_attention(
     if isinstance(initial_state, DeferredMemory) and is_one_token(rows, x.shape[1], initial_state):
         decode = decoder(x, activation, backend)
         if decode is not None:  # it checks what it is given
-            y, after = decode(inputs, initial_state)
+            y, after = decode(inputs, initial_state, overwrites=rows.overwrites_states)
             return y, after if rows.return_final_state else None
     memory = apply_deferred(initial_state, theta) if isinstance(initial_state, DeferredMemory) else initial_state
     check_tensor("weight", weight, (3, None, None), "3, q', q", beside=x)

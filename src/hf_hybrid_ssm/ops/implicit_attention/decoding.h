@@ -91,15 +91,14 @@ static void fill_rows(
 }
 
 /* One token x (B, D) after the memory s (B, q, D), the tokens since, recent (B, C, D), and how many, pending (B). The
- * last two are changed in place; of rows that advance new_s holds the new memory, and of the others a copy if any row
- * advances or `copies` is not 0: `is_new` (1) says whether. Returns 0, 1 if memory ran out, or 2 if a row
+ * last two are changed in place; of rows that advance new_s, which may be s, holds the new memory, and of the others a
+ * copy if any row advances: `is_new` (1) says whether. Returns 0, 1 if memory ran out, or 2 if a row
  * cannot have so many tokens since. */
 int implicit_attention_step(
     const float *x, const float *weight, const float *bias, const float *collapse, const float *offset,
     const float *scale,
     const float *powers, const float *impulse, const float *push, const float *s, float *recent, int64_t *pending,
-    float *m, float *new_s, int64_t *is_new, int64_t B, int64_t D, int64_t R, int64_t q, int64_t C, int64_t copies,
-    int64_t threads) {
+    float *m, float *new_s, int64_t *is_new, int64_t B, int64_t D, int64_t R, int64_t q, int64_t C, int64_t threads) {
     attention a = {.bias = bias, collapse, offset, *scale, D, R, threads};
     const memory o = {weight, powers, impulse, push, q, C};
     for (int64_t b = 0; b < B; b++)
@@ -108,14 +107,14 @@ int implicit_attention_step(
     float *read_out = malloc(3 * R * (q + C) * sizeof(float)), *taps = read_out + 3 * R * q;
     int failed = !open_attention(&a, 1, (longest + rows) * sizeof(pair)) || !read_out;
     if (!failed) fill_taps(&a, &o, taps);
-    *is_new = copies;
+    *is_new = 0;
     for (int64_t b = 0; b < B; b++) *is_new |= pending[b] == C;
     for (int64_t b = 0, last = -1; b < B && !failed; b++) {
         float *tokens = recent + b * C * D, *after = new_s + b * q * D;
         const float *before = s + b * q * D;
         const int64_t j = pending[b] % C;
         if (pending[b] == C) advance(&a, &o, before, tokens, after);
-        else if (*is_new) memcpy(after, before, q * D * sizeof(float));
+        else if (*is_new && after != before) memcpy(after, before, q * D * sizeof(float));
         memcpy(tokens + j * D, x + b * D, D * sizeof(float));
         if (j != last) fill_read_out(&a, &o, j, read_out);
         fill_rows(&a, &o, j, read_out, taps, *is_new ? after : before, tokens);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.constants import constant
-from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, filled, is_plain_call, op_of_fields
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, filled, is_plain_call, step_op
 from hf_hybrid_ssm.ops.core.native_library import CFunction, library_beside, prepared, supports
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, DeferredMemory, is_exact_gelu
@@ -41,7 +41,7 @@ STEP = CFunction(
     "implicit_attention_step",
     """x[B 1 D], weight[3 R Q], bias?[3 R], collapse[R], offset?[1], scale[1], powers[Q C Q], impulse[Q C], push[Q C],
     s[B Q D], recent[B C D], pending[B] int64, m[B 1 D], new_s[B Q D], is_new[1] int64""",
-    "B, D, R, Q, C, copies",
+    "B, D, R, Q, C",
     refuses="pending must say how many of the C tokens since the memory there are, 0 to C of them.",
 )
 
@@ -167,45 +167,58 @@ class _StepInputs(NamedTuple):
     theta: float
 
 
-def decode_token(inputs: ImplicitInputs, state: DeferredMemory) -> tuple[Tensor, DeferredMemory]:
-    """One token x (B, 1, D), without gradients: its output and the states after it, see `decoding`."""
+def decode_token(
+    inputs: ImplicitInputs, state: DeferredMemory, *, overwrites: bool = False
+) -> tuple[Tensor, DeferredMemory]:
+    """One token x (B, 1, D), without gradients: its output and the states after it, see `decoding`.
+
+    Args:
+        overwrites: they are computed in place of those that are given.
+    """
     memory, recent, pending = state
     dense: Any = [*map(prepared, (*inputs[:5], memory, recent)), pending, inputs.scale, inputs.theta]
     given = _StepInputs(*dense)
-    y, *states = _step_without_copies(given) if is_plain_call(inputs.x) else _step(*given)
-    return y.to(inputs.x.dtype), DeferredMemory(*states)
+    if not overwrites and is_plain_call(inputs.x):
+        y, after = _step_beside(given)
+        return y.to(inputs.x.dtype), after
+    if not overwrites:
+        given = given._replace(memory=memory.clone(), recent=recent.clone(), pending=pending.clone())
+    after = DeferredMemory(given.memory, given.recent, given.pending)
+    return _step(given).to(inputs.x.dtype), after
 
 
 setattr(implicit_attention_native, DECODE, decode_token)
 
 
-def _compute_step(inputs: _StepInputs, *, copies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """As `_step`; whether the memory is a new one."""
-    x, weight, *tables, memory, held, last_pending, scale, theta = inputs
+def _compute_step(inputs: _StepInputs, after: DeferredMemory) -> tuple[Tensor, bool]:
+    """y (B, 1, D), and whether `after.memory`, where it is another one than that before, now holds the memory; the
+    rest of what is after the token is changed in place."""
+    x, weight, *tables, memory, held, _, scale, theta = inputs
     operators = BlockOperators(*block_operators(weight.shape[2], theta, held.shape[1], x.dtype, device=x.device))
-    y, recent, pending = torch.empty_like(x), held.clone(), last_pending.clone().contiguous()
-    after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
+    y, is_new = torch.empty_like(x), torch.empty(1, dtype=torch.int64)
     tensors = (x, weight, *tables, _scalar(scale), operators.powers, operators.impulse, operators.push, memory)
-    STEP((*tensors, recent, pending, y, after, is_new), copies)
+    STEP((*tensors, after.recent, after.pending, y, after.memory, is_new))
     # read from memory: `is_new.item()` would be a synchronisation to all that counts them
-    return y, after, recent, pending, ctypes.c_int64.from_address(is_new.data_ptr()).value
+    return y, bool(ctypes.c_int64.from_address(is_new.data_ptr()).value)
 
 
-def _step_without_copies(inputs: _StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_step`, for plain tensors: a memory that stays as it is is not copied."""
-    y, after, recent, pending, is_new = _compute_step(inputs, copies=False)
-    return y, after if is_new else inputs.memory, recent, pending
+def _step_beside(inputs: _StepInputs) -> tuple[Tensor, DeferredMemory]:
+    """The states before stay as they are; a memory that no token changes is not copied."""
+    held, pending = inputs.recent.clone(), inputs.pending.clone().contiguous()
+    after = DeferredMemory(torch.empty_like(inputs.memory), held, pending)
+    y, is_new = _compute_step(inputs, after)
+    return y, after if is_new else after._replace(memory=inputs.memory)
 
 
-def _copied_step(inputs: _StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (B, 1, D) and the states after the token."""
-    return _compute_step(inputs, copies=True)[:4]
+def _step_in_place(inputs: _StepInputs) -> Tensor:
+    """y (B, 1, D)."""
+    return _compute_step(inputs, DeferredMemory(inputs.memory, inputs.recent, inputs.pending))[0]
 
 
-def _empty_step(inputs: _StepInputs) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in (inputs.x, inputs.memory, inputs.recent, inputs.pending))
-
-
-_step = op_of_fields(
-    "hf_hybrid_ssm::implicit_attention_step_native", _StepInputs, _copied_step, _empty_step, device_types="cpu"
+_step = step_op(
+    "hf_hybrid_ssm::implicit_attention_step_native",
+    _step_in_place,
+    lambda inputs: torch.empty_like(inputs.x),
+    changes=("memory", "recent", "pending"),
+    inputs=_StepInputs,
 )

@@ -14,6 +14,8 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
     Window,
     append_to_window,
     document_ranks,
+    newest_last,
+    rolled,
 )
 from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
 from hf_hybrid_ssm.ops.local_attention.reference import EXAMPLES, local_attention_reference
@@ -131,8 +133,10 @@ def local_attention(
         check_tensor("head_scale", head_scale, (heads,), "H", beside=q)
         factor = head_scale.abs().to(q.dtype).unsqueeze(1)
         q, k, bias = l2_normalise(q) * factor.unsqueeze(1), l2_normalise(k), None if bias is None else bias * factor
-    if initial_state is not None:
-        initial_state = _check_state(initial_state, k, v, left)
+    given = initial_state
+    if given is not None:
+        given = _check_state(given, k, v, left)
+        initial_state = newest_last(given) if left is None and rows.capacity is not None else given
     scale = size**-0.5 if scale is None else scale
     inputs = AttentionInputs(
         q, k, v, window.limits, scale, bias, sink_logits, sink_values, chunk_size, zero_kv_sink, dropout, softcap,
@@ -141,7 +145,7 @@ def local_attention(
     y = _OP.select(q.device.type, q.dtype, backend)(inputs)
     if not rows.return_final_state:
         return y, None
-    return y, append_to_window(initial_state, k, v, rows.capacity if left is None else left, rows)
+    return y, append_to_window(given, k, v, left, rows)
 
 
 def empty_state(
@@ -195,6 +199,7 @@ __all__ = [
     "drop_oldest",
     "empty_state",
     "local_attention",
+    "rolled",
     "slot_attention",
     "window_token",
 ]

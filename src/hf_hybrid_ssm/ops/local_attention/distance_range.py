@@ -61,7 +61,8 @@ class AttentionState(NamedTuple):
     """What later tokens need of the earlier ones.
 
     Args:
-        keys: (B, G, P, E), the last P keys, newest last.
+        keys: (B, G, P, E), the last P keys, newest last. Of all tokens in a static cache, whose places stay the same
+            (`in_order`): token i of the row's last document in slot i.
         values: (B, G, P, V).
         seen: (B,) int64, tokens so far of the row's last document; min(seen, P) of the keys are its own, the rest of
             the slots hold anything.
@@ -171,13 +172,41 @@ def append_to_window(
     state: AttentionState | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    capacity: int | None,
+    left: int | None,
     rows: Rows = PLAIN_ROWS,
 ) -> AttentionState:
-    """The state after these keys and values (B, G, L, ...): the last `capacity` of [state ; keys], or all if None.
+    """The state after these keys and values (B, G, L, ...): the last `left` of [state ; keys]; if None all, or in a
+    static cache as many as it has room for.
 
     What `local_attention` returns as its final state, without the attention.
     """
+    if left is None and rows.capacity is not None:
+        before = None if state is None else newest_last(state)
+        return in_order(_append(before, keys, values, rows.capacity, rows))
+    return _append(state, keys, values, left, rows)
+
+
+def newest_last(state: AttentionState) -> AttentionState:
+    """The state of all tokens of a static cache as every other state is."""
+    return state._replace(keys=rolled(state.keys, -state.seen), values=rolled(state.values, -state.seen))
+
+
+def in_order(state: AttentionState) -> AttentionState:
+    """A state with room for all tokens, whose newest are last, as that of a static cache."""
+    return state._replace(keys=rolled(state.keys, state.seen), values=rolled(state.values, state.seen))
+
+
+def rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """x (B, H, P, e) rolled by shift (B,) places along P."""
+    slots = x.shape[2]
+    source = (torch.arange(slots, device=x.device) - shift.unsqueeze(1)) % slots
+    return x.gather(2, source[:, None, :, None].expand_as(x))
+
+
+def _append(
+    state: AttentionState | None, keys: torch.Tensor, values: torch.Tensor, capacity: int | None, rows: Rows
+) -> AttentionState:
+    """`append_to_window` of states whose newest are last."""
     batch, _, length, _ = keys.shape
     seq_idx, lengths = rows.seq_idx, rows.lengths
     held = 0 if state is None else state.keys.shape[2]

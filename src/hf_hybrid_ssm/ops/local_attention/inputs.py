@@ -13,6 +13,9 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
 )
 from hf_hybrid_ssm.ops.local_attention.sink import Sink
 
+LAYOUTS = ("free", "full", "by_rank", "block")
+"""Where a token finds the keys before it, in the order of their numbers in C: see `slot_attention`."""
+
 
 class AttentionInputs(NamedTuple):
     """Of whole rows, as `local_attention` has them; `state` has the keys that the window needs."""
@@ -91,7 +94,7 @@ class StepInputs(NamedTuple):
     sink_values: torch.Tensor | None
     window: Any
     chunk_size: int | None
-    block: bool
+    layout: str
     scale: float
     zero_kv_sink: bool
-    shift: bool
+    mask: torch.Tensor | None

@@ -28,24 +28,29 @@ typedef int32_t iquarter __attribute__((vector_size(16)));
 #define MERGED(a, b, ...) __builtin_shuffle(a, b, (iquarter){__VA_ARGS__})
 #endif
 
+enum { FREE, FULL, BY_RANK, BLOCK }; /* where a token finds the keys before it: see slots.py */
+
 typedef uint16_t narrow_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 typedef struct {
     const float *q, *k, *v, *bias, *head_scale;
     const float *sink_logits, *sink_values; /* (B, H) and (S, V), a row for H / S heads; null if there is none, or 0 */
+    const char *mask;                       /* (B, M), slots that are seen; null: all */
     char *keys, *values;
     const int64_t *seen;
     float *y;
     int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R;
-    int64_t sink_row, sink_head, left, right, chunk, block, shift, zeros_before, narrow;
+    int64_t sink_row, sink_head, mask_row, left, right, chunk, layout, zeros_before, narrow;
     int64_t B, H, G, M, E, V, S;
     float scale;
 } problem;
 
-/* What a group's heads see: `held` slots from `first` on, of the distances `far`, far - 1, ...; the token's own key and
- * value, unless null; with zeros before the document, all distances from `missing_from` on. */
+/* What the heads of a row see: `held` slots from `first` on, of the distances `far`, far - 1, ..., those that `shown`
+ * says 1 of (null: all); of a group the token's own key and value, unless null, which go to `slot`; with zeros before
+ * the document, all distances from `missing_from` on. */
 typedef struct {
-    int64_t first, held, far, missing_from;
+    int64_t first, held, far, missing_from, slot;
+    const char *shown;
     const float *own_key, *own_value;
 } view;
 
@@ -236,9 +241,10 @@ INLINE void attend_some(
         const float factor = p->head_scale ? fabsf(p->head_scale[h0 + h]) : 1;
         float *score = scores + h * apart;
         for (i = 0; i < count && p->bias; i++) score[i] += bias_of(p, h0 + h, seen->far - lo - i, factor);
+        for (i = 0; i < count && seen->shown; i++) score[i] = seen->shown[lo + i] ? score[i] : -INFINITY;
         const float top = greatest(score, count);
         out[h * wide + p->V + 1] = top;
-        if (top == -INFINITY) memset(score, 0, count * sizeof(float)); /* the bias may hide all that there are */
+        if (top == -INFINITY) memset(score, 0, count * sizeof(float)); /* all may be hidden, by a bias too */
         out[h * wide + p->V] = top == -INFINITY ? 0 : exponentials(score, count, top);
     }
     weighted_heads(p, out, values, first, count, scores, apart, heads, narrow);
@@ -300,10 +306,11 @@ static void combine(const problem *p, int64_t b, int64_t h, const view *seen, fl
 
 /* a token's key or value into its slot of M, or, where a block is over, zeros into all slots */
 static void keep(const problem *p, char *held, int64_t apart, const float *new, int64_t entries, int64_t slot) {
-    const int64_t size = p->narrow ? 2 : 4, over = p->block && slot == p->M - 1;
+    const int64_t size = p->narrow ? 2 : 4, over = p->layout == BLOCK && slot == p->M - 1;
     for (int64_t i = 0; i < p->M && over; i++) memset(held + i * apart * size, 0, entries * size);
-    if (p->shift && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
-    else for (int64_t i = 1; i < p->M && p->shift; i++)
+    const int moves = p->layout == FULL;
+    if (moves && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
+    else for (int64_t i = 1; i < p->M && moves; i++)
         memcpy(held + (i - 1) * apart * size, held + i * apart * size, entries * size);
     if (!over) store_held(held, slot * apart, new, entries, p->narrow);
 }
@@ -318,15 +325,25 @@ static const float *queries_of(const problem *p, int64_t b, int64_t g, float *sp
     return space;
 }
 
-/* what a row's heads see, but for the token's own key and value; `slot` is where these go */
-static view view_of(const problem *p, int64_t b, int64_t *slot) {
+/* what a row's heads see, but for the token's own key and value */
+static view view_of(const problem *p, int64_t b) {
     const int64_t rank = p->seen ? smaller(p->seen[b], INT64_MAX / 4) : 0;
-    view seen = {0, p->M, 0, p->left + 1, 0, 0};
-    *slot = p->M - 1;
-    if (p->block) { /* slots 0 .. rank % M of the block, the last one the token's */
-        *slot = seen.held = rank % p->M;
+    view seen = {0, p->M, 0, p->left + 1, p->M - 1, 0, 0, 0};
+    if (p->mask) { /* from the first to the last one that it shows */
+        const char *mask = p->mask + b * p->mask_row;
+        for (uint64_t eight = 0; seen.held >= 8; seen.held -= 8) { /* most of a static cache may be empty */
+            memcpy(&eight, mask + seen.held - 8, sizeof eight);
+            if (eight) break;
+        }
+        while (seen.held > 0 && !mask[seen.held - 1]) seen.held--;
+        while (seen.first < seen.held && !mask[seen.first]) seen.first++;
+        seen.held -= seen.first;
+        seen.shown = mask + seen.first;
+    } else if (p->layout == BLOCK) { /* slots 0 .. rank % M, the last one the token's */
+        seen.slot = seen.held = rank % p->M;
     } else if (p->k) { /* the newest slots, as many distances as window, document and chunk leave */
-        const int64_t before = p->shift ? p->M : p->M - 1;
+        const int64_t before = p->layout == BY_RANK ? rank : p->layout == FULL ? p->M : p->M - 1;
+        if (p->layout == BY_RANK) seen.slot = rank;
         int64_t reach = p->left >= 0 ? smaller(p->left, rank) : rank;
         if (p->chunk) reach = smaller(reach, rank % p->chunk);
         seen.far = smaller(reach, before);
@@ -338,24 +355,21 @@ static view view_of(const problem *p, int64_t b, int64_t *slot) {
     return seen;
 }
 
-/* one part of the slots, for the heads of a group */
-static void one_part(const problem *p, int64_t b, int64_t g, int64_t part, int64_t length, float *out, float *space) {
-    int64_t slot;
-    const view seen = view_of(p, b, &slot);
-    const int64_t lo = smaller(part * length, seen.held), hi = smaller(lo + length, seen.held);
+/* one part of the slots that a row sees, for the heads of a group */
+static void one_part(
+    const problem *p, int64_t b, int64_t g, const view *seen, int64_t part, int64_t length, float *out, float *space) {
+    const int64_t lo = smaller(part * length, seen->held), hi = smaller(lo + length, seen->held);
     float *scores = space + p->H / p->G * p->E;
     const float *queries = queries_of(p, b, g, space);
-    if (p->narrow) attend(p, b, g, &seen, lo, hi, queries, out, scores, 1);
-    else attend(p, b, g, &seen, lo, hi, queries, out, scores, 0);
+    if (p->narrow) attend(p, b, g, seen, lo, hi, queries, out, scores, 1);
+    else attend(p, b, g, seen, lo, hi, queries, out, scores, 0);
 }
 
 /* y of a group's heads from their parts; its key and value are kept */
-static void finish(const problem *p, int64_t b, int64_t g, float *parts, int64_t count, float *space) {
+static void finish(const problem *p, int64_t b, int64_t g, view seen, float *parts, int64_t count, float *space) {
     const int64_t heads = p->H / p->G, wide = p->V + 2;
     const float *queries = queries_of(p, b, g, space), *k = p->k ? p->k + (b * p->G + g) * p->E : 0;
     const float *v = p->k ? p->v + (b * p->G + g) * p->V : 0;
-    int64_t slot;
-    view seen = view_of(p, b, &slot);
     if (k && p->head_scale) {
         normalised(space + heads * p->E, k, p->E, 1);
         k = space + heads * p->E;
@@ -370,40 +384,52 @@ static void finish(const problem *p, int64_t b, int64_t g, float *parts, int64_t
     }
     if (!k) return;
     const int64_t size = p->narrow ? 2 : 4;
-    keep(p, p->keys + (b * p->key_row + g * p->key_head) * size, p->key_slot, k, p->E, slot);
-    keep(p, p->values + (b * p->value_row + g * p->value_head) * size, p->value_slot, v, p->V, slot);
+    keep(p, p->keys + (b * p->key_row + g * p->key_head) * size, p->key_slot, k, p->E, seen.slot);
+    keep(p, p->values + (b * p->value_row + g * p->value_head) * size, p->value_slot, v, p->V, seen.slot);
 }
 
-/* Returns 0, 1 if memory ran out, or 2 if there is no slot or a row has seen fewer tokens than none. left < 0: no
- * limit; chunk, block: 0 if there is none; k null: nothing is kept. */
+/* Returns 0, 1 if memory ran out, or 2 if there is no slot, or a row has seen fewer tokens than none or has none for the
+ * next. left < 0: no limit; chunk: 0 if there is none; k null: nothing is kept. */
 int attention_step(
     const float *q, const float *k, const float *v, char *keys, char *values, const int64_t *seen, const float *bias,
-    const float *head_scale, const float *sink_logits, const float *sink_values, float *y, double scale,
+    const float *head_scale, const float *sink_logits, const float *sink_values, const char *mask, float *y, double scale,
     int64_t key_row, int64_t key_head, int64_t key_slot, int64_t value_row, int64_t value_head, int64_t value_slot,
-    int64_t bias_head, int64_t bias_column, int64_t R, int64_t sink_row, int64_t sink_head, int64_t left,
-    int64_t right, int64_t chunk, int64_t block, int64_t shift, int64_t zeros_before, int64_t narrow, int64_t B,
+    int64_t bias_head, int64_t bias_column, int64_t R, int64_t sink_row, int64_t sink_head, int64_t mask_row,
+    int64_t left, int64_t right, int64_t chunk, int64_t layout, int64_t zeros_before, int64_t narrow, int64_t B,
     int64_t H, int64_t G, int64_t M, int64_t E, int64_t V, int64_t S, int64_t threads) {
-    const problem p = {q, k, v, bias, head_scale, sink_logits, sink_values, keys, values, seen, y, key_row, key_head,
-                       key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row, sink_head, left,
-                       right, chunk, block, shift, zeros_before, narrow, B, H, G, M, E, V, S, scale};
+    const problem p = {q, k, v, bias, head_scale, sink_logits, sink_values, mask, keys, values, seen, y, key_row,
+                       key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row,
+                       sink_head, mask_row, left, right, chunk, layout, zeros_before, narrow, B, H, G, M, E, V, S, scale};
     for (int64_t b = 0; b < B; b++)
-        if (M < 1 || (seen && seen[b] < 0)) return 2;
-    const int64_t length = smaller(M, M > 8 * SHORT ? LONG : SHORT), count = ceil_div(M, length), heads = H / G;
+        if (M < 1 || (seen && (seen[b] < 0 || (k && layout == BY_RANK && seen[b] >= M)))) return 2;
+    view *views = malloc((B + 1) * sizeof(view));
+    if (!views) return 1;
+    int64_t most = 1;
+    for (int64_t b = 0; b < B; b++) {
+        views[b] = view_of(&p, b);
+        if (views[b].held > most) most = views[b].held;
+    }
+    const int64_t length = smaller(most, most > 8 * SHORT ? LONG : SHORT), count = ceil_div(most, length), heads = H / G;
     /* of a part, and of a thread: queries, a key, scores */
     const int64_t out = heads * (V + 2), space = (heads + 1) * E + HEADS * (length + SLOTS);
-    threads = B * H * M * (E + V) > WORTH_A_THREAD ? smaller(threads, B * G * count) : 1;
+    threads = B * H * most * (E + V) > WORTH_A_THREAD ? smaller(threads, B * G * count) : 1;
     float *parts = malloc((B * G * count * out + threads * space) * sizeof(float)), *spaces = parts + B * G * count * out;
-    if (!parts) return 1;
+    if (!parts) {
+        free(views);
+        return 1;
+    }
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *own = spaces + omp_get_thread_num() * space;
 #pragma omp for
         for (int64_t task = 0; task < B * G * count; task++)
-            one_part(&p, task / count / G, task / count % G, task % count, length, parts + task * out, own);
+            one_part(&p, task / count / G, task / count % G, views + task / count / G, task % count, length,
+                     parts + task * out, own);
 #pragma omp for
         for (int64_t task = 0; task < B * G; task++)
-            finish(&p, task / G, task % G, parts + task * count * out, count, own);
+            finish(&p, task / G, task % G, views[task / G], parts + task * count * out, count, own);
     }
     free(parts);
+    free(views);
     return 0;
 }

@@ -8,16 +8,16 @@ from torch import Tensor
 from hf_hybrid_ssm.ops.core import native_library
 from hf_hybrid_ssm.ops.core.custom_ops import step_op
 from hf_hybrid_ssm.ops.core.native_library import CFunction, contiguous, library_beside, prepared
-from hf_hybrid_ssm.ops.local_attention.inputs import StepInputs
+from hf_hybrid_ssm.ops.local_attention.inputs import LAYOUTS, StepInputs
 
 STEP = CFunction(
     library_beside(__file__),
     "attention_step",
     """q[B H 1 E], k?[B G 1 E], v?[B G 1 V], keys[B* G* M* E] held, values[B* G* M* V] held, seen?[B] int64,
-    bias?[H* R*], head_scale?[H], sink_logits?[B* H* 1], sink_values?[S V], y[B H 1 V]""",
+    bias?[H* R*], head_scale?[H], sink_logits?[B* H* 1], sink_values?[S V], mask?[B* M] bool, y[B H 1 V]""",
     """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, sink_logits.0,
-    sink_logits.1, left, right, chunk, block, shift, zero_sink, narrow, B, H, G, M, E, V, S""",
-    refuses="seen must not be negative: it is how many tokens the row's document has had.",
+    sink_logits.1, mask.0, left, right, chunk, layout, zero_sink, narrow, B, H, G, M, E, V, S""",
+    refuses="seen must not be negative, nor the number of slots by_rank: it is how many tokens the document has had.",
 )
 
 
@@ -30,18 +30,18 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def attention_step_native(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
-    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, block, scale, *flags = inputs
-    zero_kv_sink, shift = flags
-    numbers = [-1 if left is None else left, right, chunk or 0, int(block), int(shift), int(zero_kv_sink)]
+    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, layout, *more = inputs
+    scale, zero_kv_sink, mask = more
+    numbers = [-1 if left is None else left, right, chunk or 0, LAYOUTS.index(layout), int(zero_kv_sink)]
     factors = (None if bias is None else bias.float(), prepared(head_scale))
     sink = (None if logits is None else logits.float(), prepared(of_sink))
     seen = contiguous(seen, torch.int64)
-    dense = (prepared(q), prepared(k), prepared(v), keys, values, seen, *factors, *sink)
+    dense = (prepared(q), prepared(k), prepared(v), keys, values, seen, *factors, *sink, mask)
     return _step(_Inputs(*dense, float(scale), numbers)).to(q.dtype), keys, values
 
 
 class _Inputs(NamedTuple):
-    """What C takes; the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
+    """What C takes; the numbers are left (-1: no limit), right, chunk (0: none), layout, zero_sink."""
 
     q: Tensor
     k: Tensor | None
@@ -53,6 +53,7 @@ class _Inputs(NamedTuple):
     head_scale: Tensor | None
     sink_logits: Tensor | None
     sink_values: Tensor | None
+    mask: Tensor | None
     scale: float
     numbers: List[int]  # noqa: UP006 - all that torch 2.6 reads
 
@@ -60,7 +61,7 @@ class _Inputs(NamedTuple):
 def _compute(inputs: _Inputs) -> Tensor:
     """y (B, H, 1, V)."""
     y = _empty(inputs)
-    STEP((*inputs[:10], y), inputs.scale, *inputs.numbers, inputs.keys.dtype != torch.float32)
+    STEP((*inputs[:11], y), inputs.scale, *inputs.numbers, inputs.keys.dtype != torch.float32)
     return y
 
 

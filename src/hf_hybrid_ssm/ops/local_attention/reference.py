@@ -116,7 +116,7 @@ def attention_step_reference(inputs: StepInputs) -> tuple[torch.Tensor, torch.Te
         own = None if k is None or v is None else (k[b], v[b])
         rank = 0 if seen is None else int(seen[b])
         logits, seen_values = [], []
-        for key, value, distance in _visible(inputs, keys[b], values[b], own, rank):
+        for key, value, distance in _visible(inputs, b, own, rank):
             product = (q[b].to(dtype) * key.repeat_interleave(shared, 0).to(dtype)).sum(-1)
             logits.append(product * inputs.scale + _bias(bias, distance, False, heads, dtype))
             seen_values.append(value.repeat_interleave(shared, 0).to(dtype))
@@ -130,44 +130,41 @@ def attention_step_reference(inputs: StepInputs) -> tuple[torch.Tensor, torch.Te
         if logits:
             y[b] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if own is not None:
-            _keep(keys[b], own[0], rank, inputs.block, inputs.shift)
-            _keep(values[b], own[1], rank, inputs.block, inputs.shift)
+            _keep(keys[b], own[0], rank, inputs.layout)
+            _keep(values[b], own[1], rank, inputs.layout)
     return y.to(output_dtype).unsqueeze(2), keys, values
 
 
 def _visible(
-    inputs: StepInputs,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor] | None,
-    rank: int,
+    inputs: StepInputs, b: int, own: tuple[torch.Tensor, torch.Tensor] | None, rank: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """(key, value, distance) of what the token sees."""
+    """(key, value, distance) of what the token of row b sees."""
+    keys, values, mask = inputs.keys[b], inputs.values[b], inputs.mask
     slots = keys.shape[1]
     if own is None:
-        return [(keys[:, j], values[:, j], 0) for j in range(slots)]
-    (left, right), chunk_size, block = inputs.window, inputs.chunk_size, inputs.block
-    if block:
+        return [(keys[:, j], values[:, j], 0) for j in range(slots) if mask is None or mask[b, j]]
+    (left, right), chunk_size, layout = inputs.window, inputs.chunk_size, inputs.layout
+    if layout == "block":
         earlier = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
     else:
-        before = slots if inputs.shift else slots - 1
+        before = {"free": slots - 1, "full": slots, "by_rank": rank}[layout]
         earlier = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
     known = [*earlier, (*own, 0)]
-    if block:
+    if layout == "block":
         return [part for part in known if part[2] >= -right]
     reach = rank if left is None else left
     reach = reach if chunk_size is None else min(reach, rank % chunk_size)
     return [part for part in known if -right <= part[2] <= reach]
 
 
-def _keep(slots: torch.Tensor, new: torch.Tensor, rank: int, block: bool, shift: bool) -> None:
+def _keep(slots: torch.Tensor, new: torch.Tensor, rank: int, layout: str) -> None:
     """The new key or value (G, e) among the held ones (G, M, e), in place."""
-    if block and rank % slots.shape[1] == slots.shape[1] - 1:
+    if layout == "block" and rank % slots.shape[1] == slots.shape[1] - 1:
         slots.zero_()
         return
-    if shift:
+    if layout == "full":
         slots[:, :-1] = slots[:, 1:].clone()
-    slots[:, rank % slots.shape[1] if block else -1] = new
+    slots[:, rank % slots.shape[1] if layout in ("block", "by_rank") else -1] = new
 
 
 def _normalised(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -180,11 +177,18 @@ def _step_example(seen: list[int], zero_kv_sink: bool, **sink: tuple[int, ...]) 
     shapes = {"q": (2, 4, 1, 18), "k": (2, 2, 1, 18), "v": (2, 2, 1, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5)}
     tensors = draw(shapes | {"bias": (4, 5), "head_scale": (4,)} | sink)
     tables = {"sink_logits": None, "sink_values": None, "seen": torch.tensor(seen)} | tensors
-    options: dict[str, Any] = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}
-    return StepInputs(**tables, **options, zero_kv_sink=zero_kv_sink)
+    options: dict[str, Any] = {"window": (6, -1), "chunk_size": None, "layout": "free", "scale": 1.0}
+    return StepInputs(**tables, **options, zero_kv_sink=zero_kv_sink, mask=None)
+
+
+def _masked_example() -> StepInputs:
+    """Slots alone, of which a row sees those in the middle, with one between that it does not; another row all."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0, 0], [1] * 7]).bool()
+    return _step_example([0, 0], False)._replace(k=None, v=None, seen=None, bias=None, mask=mask)
 
 
 STEP_EXAMPLES = (
     lambda: _step_example([3, 40], True),
     lambda: _step_example([0, 40], False, sink_logits=(2, 4, 1), sink_values=(2, 5)),  # whose value heads share
+    _masked_example,
 )

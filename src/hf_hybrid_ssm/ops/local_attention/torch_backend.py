@@ -215,7 +215,7 @@ STRATEGIES: tuple[tuple[Callable[[AttentionInputs], bool], Callable[[AttentionIn
 def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window, *_ = inputs
-    shift, right = inputs.shift, window[1]
+    layout, right = inputs.layout, window[1]
     dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
     output_dtype, q = q.dtype, q.to(dtype)
     if head_scale is not None:
@@ -225,24 +225,48 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
     sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
     options: dict[str, Any] = {"scale": inputs.scale, "sink": sink}
     if k is None or v is None or seen is None:
-        y = _attend_slots(q, keys, values, None, None, **options)
-    elif inputs.block:
+        mask = inputs.mask
+        y = _attend_slots(q, keys, values, mask, None if mask is None else ~mask.any(1, keepdim=True), **options)
+    elif layout == "by_rank":
+        _put(keys, k, seen)
+        _put(values, v, seen)
+        y = _attend_ranks(inputs, q, bias, seen.unsqueeze(1), **options)
+    elif layout == "block":
         slot = torch.remainder(seen, keys.shape[2]).unsqueeze(1)
-        for old, new in ((keys, k), (values, v)):
-            index = slot.view(-1, 1, 1, 1).expand(-1, old.shape[1], 1, old.shape[3])
-            old.scatter_(2, index, new.to(old.dtype))
+        _put(keys, k, slot)
+        _put(values, v, slot)
         mask = torch.arange(-right, keys.shape[2] - right, device=q.device) <= slot
         y = _attend_slots(q, keys, values, mask, slot < -right if right else None, **options)
         over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
         keys.masked_fill_(over, 0.0)
         values.masked_fill_(over, 0.0)
     else:
-        all_keys, all_values = _joined(keys, k, shift), _joined(values, v, shift)
+        moves = layout == "full"
+        all_keys, all_values = _joined(keys, k, moves), _joined(values, v, moves)
         y = _attend_window(inputs, q, all_keys, all_values, bias, seen.unsqueeze(1), **options)
-        if shift:
+        if moves:
             keys.copy_(all_keys[:, :, 1:])
             values.copy_(all_values[:, :, 1:])
     return y.to(output_dtype), keys, values
+
+
+def _put(held: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> None:
+    """new (B, G, 1, e) into the slots (B,) or (B, 1) of held (B, G, M, e), in place."""
+    index = slot.view(-1, 1, 1, 1).expand(-1, held.shape[1], 1, held.shape[3])
+    held.scatter_(2, index, new.to(held.dtype))
+
+
+def _attend_ranks(
+    inputs: StepInputs, q: torch.Tensor, bias: torch.Tensor | None, seen: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Of slots by rank, with the token's own among them."""
+    right, distance = inputs.window[1], seen - torch.arange(inputs.keys.shape[2], device=q.device)
+    mask = (distance >= -right) & (distance <= (seen if inputs.chunk_size is None else seen % inputs.chunk_size))
+    logits = None
+    if bias is not None:
+        logits = bias[:, distance.clamp(0, bias.shape[1] - 1)].transpose(0, 1).unsqueeze(2).to(q.dtype)
+    empty = ~mask.any(1, keepdim=True) if right else None
+    return _attend_slots(q, inputs.keys, inputs.values, mask, empty, logits, **options)
 
 
 def _attend_window(
@@ -288,7 +312,8 @@ def _attend_slots(
     sink: Sink | None,
     scale: float,
 ) -> torch.Tensor:
-    """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
+    """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M) or (B, H, 1, M); empty (B,
+    1): sees nothing."""
     if sink is not None:
         return _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale)
     if mask is not None:
@@ -296,7 +321,7 @@ def _attend_slots(
         mask = (mask if empty is None else mask | empty)[:, None, None]
         logits = mask if logits is None else torch.where(mask, logits, float("-inf"))
     elif logits is not None:
-        logits = logits.unsqueeze(0)
+        logits = logits.unsqueeze(0) if logits.dim() == 3 else logits
     options: dict[str, Any] = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), **options)
     return y if empty is None else y.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
@@ -324,9 +349,9 @@ def _attend_slots_and_sink(
     return y.masked_fill(empty, 0.0)
 
 
-def _joined(held: torch.Tensor, new: torch.Tensor, shift: bool) -> torch.Tensor:
+def _joined(held: torch.Tensor, new: torch.Tensor, moves: bool) -> torch.Tensor:
     new = new.to(held.dtype)
-    if shift:
+    if moves:
         return torch.cat([held, new], 2)
     held[:, :, -1:].copy_(new)
     return held
