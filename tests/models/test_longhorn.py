@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification
+from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from tests import tiny_models as tiny
 from tests.models import invariances as inv
 
@@ -45,18 +45,6 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(fused):
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
         torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_classifier_pools_the_last_real_token(side):
-    torch.manual_seed(0)
-    model = LonghornForSequenceClassification(LonghornConfig(**TINY, num_labels=4)).eval()
-    rows = [torch.randint(0, 61, (1, length)) for length in (3, 7, 5)]  # token 0 may be text: the mask decides
-    ids, mask = inv.pad_rows(rows, 0, side)
-    with torch.no_grad():
-        batch = model(ids, attention_mask=mask).logits
-        alone = torch.cat([model(row, attention_mask=torch.ones_like(row)).logits for row in rows])
-    torch.testing.assert_close(batch, alone, rtol=1e-5, atol=1e-6)
 
 
 # Bad input
