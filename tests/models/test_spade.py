@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from transformers import (
-    AutoModelForSequenceClassification,
     DynamicCache,
     EncoderDecoderCache,
     StaticCache,
@@ -248,15 +247,6 @@ def test_classifier_ignores_padding_and_looks_both_ways(pooling):
     changed[0, -1] = (changed[0, -1] - 2) % 58 + 3
     assert not torch.allclose(model(changed).logits[0], model(ids).logits[0])
     assert model(ids, labels=torch.tensor([0, 2])).loss > 0
-
-
-def test_classifier_loads_the_encoder_of_an_encoder_decoder(tmp_path):
-    model = seq2seq()
-    model.save_pretrained(tmp_path)
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=2)
-    for (name, ours), theirs in zip(model.model.encoder.named_parameters(), classifier.model.encoder.parameters()):
-        assert torch.equal(ours, theirs), name
-    assert torch.equal(classifier.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 def test_an_encoder_takes_the_embeddings_of_a_language_model(tmp_path):
