@@ -117,7 +117,9 @@ def test_other_precisions_generate_and_stay_near(variant, dtype):
 
 @WITH_DECODER
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"]
+    "options",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"do_sample": True, "num_beams": 2}],
+    ids=["beams", "samples", "drawn beams"],
 )
 def test_beams_and_samples_do_not_depend_on_the_cache(variant, options):
     model = language_model(variant)
