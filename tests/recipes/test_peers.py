@@ -4,8 +4,10 @@ that papers compare with can be trained."""
 import finetune_glue
 import finetune_summarization
 import pretrain_clm
+import pretrain_seq2seq
 import pytest
 import torch
+from _lib.documents import train_tokenizer
 from _lib.peers import selective_scan
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
@@ -170,6 +172,7 @@ OF_PAPERS = {
         "rwkv": RECURRENT | {"num_hidden_layers": 2, "attention_hidden_size": 16, "intermediate_size": 16},
     },
     "summarizer": {"t5": T5, "longt5": T5},
+    "denoiser": {"t5": T5},
     "classifier": {
         "t5": T5,
         "bert": SMALL,
@@ -190,6 +193,9 @@ def of_a_paper(kind, **given):
         options = {"source_column": "text", "target_column": "summary", "tokenizer_vocab_size": 300}
         arguments = finetune_summarization.SummarizationArguments(train_files=["given"], **given, **options)
         return finetune_summarization.build(arguments, rows)
+    if kind == "denoiser":
+        tokenizer = pretrain_seq2seq.with_sentinels(train_tokenizer(rows["text"], 300), trained_here=True)
+        return pretrain_seq2seq.build_model(pretrain_seq2seq.SpanArguments(**given), tokenizer, 8), tokenizer
     task = finetune_glue.TASKS["sst2"]
     return finetune_glue.build(finetune_glue.GlueArguments(["sst2"], **given), task, rows | {"sentence": rows["text"]})
 
@@ -203,6 +209,6 @@ def test_what_papers_compare_with_can_be_trained(kind, model_type):
     loss.backward()
     assert loss.isfinite() and model.config.eos_token_id == tokenizer.eos_token_id
     assert kind == "language model" or model.config.pad_token_id is not None
-    if kind == "summarizer":
+    if kind in ("summarizer", "denoiser"):
         assert model.config.decoder_start_token_id == model.config.pad_token_id == tokenizer.pad_token_id
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[0] == 1
