@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_vocabulary
 from _lib.documents import DataArguments, begin_of, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
@@ -27,7 +27,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
     default_data_collator,
-    set_seed,
 )
 
 from hf_hybrid_ssm.hub.configurations import new_config
@@ -44,9 +43,15 @@ class ModelArguments(StartArguments):
 
 
 def build_model(
-    arguments: StartArguments, tokenizer: PreTrainedTokenizerBase, auto_class: Any = AutoModelForCausalLM
+    arguments: StartArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    auto_class: Any = AutoModelForCausalLM,
+    special: dict[str, int | None] | None = None,
 ) -> PreTrainedModel:
     """A new model for the tokenizer, or the one to continue with.
+
+    Args:
+        special: the fields of its special tokens; by default those of a language model.
 
     Raises:
         ValueError: the vocabulary of the configuration is smaller than the tokenizer's.
@@ -54,8 +59,10 @@ def build_model(
     if arguments.model_name_or_path is not None:
         model = load_to_train(auto_class, arguments.model_name_or_path)
     else:
-        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
-        values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config
+        if special is None:
+            special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+            special["bos_token_id"] = begin_of(tokenizer)
+        values = {"vocab_size": len(tokenizer)} | special | arguments.config
         model = auto_class.from_config(new_config(str(arguments.model_type), arguments.preset, **values))
     if arguments.embeddings_from is not None:
         copy_embeddings(model, arguments.embeddings_from)
@@ -74,10 +81,7 @@ def pretrain(
     Args:
         documents: training and validation documents, instead of those that `data` names.
     """
-    check_output(training.output_dir, model_arguments.overwrite, model_arguments.resume)
-    if model_arguments.model_name_or_path is not None:
-        check_checkpoint(model_arguments.model_name_or_path, "model_name_or_path", AutoModelForCausalLM)
-    set_seed(training.seed)
+    model_arguments.begin(training, AutoModelForCausalLM)
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
         tokenizer = get_tokenizer(data, texts, model_arguments.model_name_or_path)

@@ -11,7 +11,6 @@ start for any other head of the family, such as finetune_glue.py with `model_nam
 from dataclasses import dataclass, field
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output
 from _lib.documents import DataArguments, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.masking import NewMasksEachEpoch, TokenMasking
@@ -21,7 +20,7 @@ from _lib.training import LanguageTrainer, perplexity
 
 from pretrain_clm import build_model
 from pretrain_seq2seq import token_rows
-from transformers import AutoModelForMaskedLM, TrainingArguments, set_seed
+from transformers import AutoModelForMaskedLM, TrainingArguments
 
 
 @dataclass
@@ -39,10 +38,7 @@ class MaskingArguments(StartArguments):
 
 def pretrain(arguments: MaskingArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
     """Train, evaluate and save; returns what is written to results.json."""
-    check_output(training.output_dir, arguments.overwrite, arguments.resume)
-    if arguments.model_name_or_path is not None:
-        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForMaskedLM)
-    set_seed(training.seed)
+    arguments.begin(training, AutoModelForMaskedLM)
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
         tokenizer = get_tokenizer(data, texts, arguments.model_name_or_path)

@@ -14,25 +14,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import DataArguments, ending_texts, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.masking import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.rows import RowStream, cut_rows, split_rows
 from _lib.runs import StartArguments, figures_of, seed_of_data, tokens_of, train_and_save, write_run
-from _lib.training import LanguageTrainer, load_to_train, perplexity
+from _lib.training import LanguageTrainer, perplexity
 
+import pretrain_clm
 from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
-    set_seed,
 )
-
-from hf_hybrid_ssm.hub.configurations import new_config
-from hf_hybrid_ssm.training.warm_start import copy_embeddings
 
 SHORTEST_ROW = 8  # tokens; what is left at the end of all documents may be shorter, and is dropped
 
@@ -101,16 +97,9 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
     Raises:
         ValueError: it has too few tokens or target positions.
     """
-    if arguments.model_name_or_path is not None:
-        model = load_to_train(AutoModelForSeq2SeqLM, arguments.model_name_or_path)
-    else:
-        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-        special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
-        values = {"vocab_size": len(tokenizer)} | special | arguments.config
-        model = AutoModelForSeq2SeqLM.from_config(new_config(str(arguments.model_type), arguments.preset, **values))
-    if arguments.embeddings_from is not None:
-        copy_embeddings(model, arguments.embeddings_from)
-    check_vocabulary(model, tokenizer)
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    special["decoder_start_token_id"] = tokenizer.pad_token_id
+    model = pretrain_clm.build_model(arguments, tokenizer, AutoModelForSeq2SeqLM, special)
     if (positions := getattr(model.config, "max_target_positions", target_length)) < target_length:
         raise ValueError(f"max_target_positions={positions} is below the target's {target_length} tokens.")
     return model
@@ -118,10 +107,7 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
 
 def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
     """Train, evaluate and save; returns what is written to results.json."""
-    check_output(training.output_dir, arguments.overwrite, arguments.resume)
-    if arguments.model_name_or_path is not None:
-        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
-    set_seed(training.seed)
+    arguments.begin(training, AutoModelForSeq2SeqLM)
     noise = (arguments.noise_density, arguments.mean_span_length)
     length, target_length = text_length(data.sequence_length, *noise)
     with training.main_process_first(desc="data"):

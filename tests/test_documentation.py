@@ -1,10 +1,12 @@
-"""What the documentation shows runs, what it links exists, what it counts was measured."""
+"""What the documentation shows runs as a reader pastes it, what it links exists, what it counts was measured."""
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,70 +16,135 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from benchmarks.tables import rendered
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.cli import COMMANDS
+from hf_hybrid_ssm.hub.sources import needed_modules
+from hf_hybrid_ssm.models.families import FAMILIES, family_of
 from tests import reporting
-from tests.test_pasted_blocks import LESSONS, name_of
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "reports").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "checkpoints/README.md", *sorted((ROOT / "docs").rglob("*.md")), *REPORTS]
-BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+# a lesson goes on from block to block, and says so
+LESSONS = ("docs/teaching/", "docs/families/", "docs/extending.md")
+SCRIPTS = ("docs/first_card.md",)  # for the bash of a machine that is lent, in order
 
 
-def python_of(page):
-    return [code for language, code in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "python"]
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
 
 
-def is_in_order(page):
-    """Whether blocks follow each other; elsewhere each needs the first one alone (tests/test_pasted_blocks.py)."""
-    return name_of(page).startswith(LESSONS) or len(python_of(page)) == 1
+@pytest.fixture(params=PAGES, ids=name_of)
+def page(request):
+    return request.param
 
 
-WITH_PYTHON = [page for page in PAGES if python_of(page) and is_in_order(page)]
+def blocks_of(page, language):
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [textwrap.dedent(code) for _, kind, code in found if kind == language]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_python_runs(page, tmp_path, monkeypatch):
-    """The blocks of a page, one after the other; what is for CUDA, on the CPU where there is none."""
-    if "from trl import" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("trl")
-    if "import onnxruntime" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
+def runs_of(page):
+    """The blocks of Python that run together: all of a lesson; elsewhere each with the first, and of README alone."""
+    blocks = blocks_of(page, "python")
+    if page.name == "README.md" and page.parent == ROOT:
+        return [[block] for block in blocks]
+    if name_of(page).startswith(LESSONS) or len(blocks) == 1:
+        return [blocks]
+    return [[blocks[0], block] for block in blocks[1:]]
+
+
+RUNS = [
+    pytest.param(blocks, id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    if blocks_of(page, "python")
+    for number, blocks in enumerate(runs_of(page))
+]
+NEEDED = {"from trl import": ("trl",), "import onnxruntime": ("onnxscript", "onnxruntime")}
+
+
+@pytest.fixture
+def run_blocks(tmp_path, monkeypatch):
+    """Run blocks of Python one after the other, in a folder that has a clone's checkpoints."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     module = ModuleType("documentation")  # which can be imported, as a notebook's `__main__`
     monkeypatch.setitem(sys.modules, "documentation", module)
     families = [*FAMILIES]
-    try:
-        for block in python_of(page):
+
+    def run(blocks):
+        for block in blocks:
             block = block if torch.cuda.is_available() else block.replace('device="cuda"', 'device="cpu"')
-            exec(compile(block, str(page), "exec"), vars(module))
-    finally:
-        FAMILIES[:] = families  # without those that the page registers
+            exec(compile(block, "documentation", "exec"), vars(module))
+
+    yield run
+    FAMILIES[:] = families  # without those that a page registers
 
 
-def test_blocks_of_the_first_page_run_alone(tmp_path, monkeypatch):
-    """As they are pasted: without what the blocks before have imported or made."""
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    monkeypatch.chdir(tmp_path)
-    blocks = python_of(ROOT / "README.md")
-    assert len(blocks) >= 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "documentation"})
+@pytest.mark.parametrize("blocks", RUNS)
+def test_python_runs(blocks, run_blocks):
+    """What is for CUDA, on the CPU where there is none."""
+    for words, packages in NEEDED.items():
+        if any(words in block for block in blocks):
+            for package in packages:
+                pytest.importorskip(package)
+    run_blocks(blocks)
 
 
-def test_the_first_example_writes_what_is_shown_and_warns_of_nothing(tmp_path, monkeypatch, capfd):
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(python_of(ROOT / "README.md")[0], "README.md", "exec"), {"__name__": "documentation"})
+def test_the_first_example_writes_what_is_shown_and_warns_of_nothing(run_blocks, capfd):
+    run_blocks(blocks_of(ROOT / "README.md", "python")[:1])
     said = capfd.readouterr()
-    assert "token_id" not in said.err
-    blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert said.out == next(text for language, text in blocks if language == "text")
+    assert "token_id" not in said.err and said.out == blocks_of(ROOT / "README.md", "text")[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+SHELL_BLOCKS = [
+    pytest.param(block, name_of(page) in SCRIPTS, id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    for number, block in enumerate(blocks_of(page, "bash"))
+]
+
+
+def lines_of(block):
+    """The commands of a block, and before them the variables that it sets."""
+    lines = block.replace("\\\n", " ").splitlines()
+    variables = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]+=\S*$", line))
+    return variables, [line for line in lines if line.strip() and not re.match(r"[A-Z]+=\S*$", line)]
+
+
+def expected_words(block):
+    """What programs are to get, by Python's own reading of a shell's words."""
+    variables, lines = lines_of(block)
+    found = []
+    for line in lines:
+        words = shlex.split(re.sub(r" > \S+$", "", line), comments=True)
+        words = [re.sub(r"\$([A-Z]+)", lambda name: variables.get(name[1], name[0]), word) for word in words]
+        if words[:1] not in ([], ["cd"]):  # which is the shell's own
+            found.append([Path(words[0]).name, *map(os.path.expanduser, words[1:])])
+    return found
+
+
+@pytest.mark.parametrize(("block", "is_script"), SHELL_BLOCKS)
+def test_every_command_accepts_its_arguments(block, is_script):
+    """By the parser of the command, without running it; no comment and no bare bracket, which zsh reads otherwise."""
+    from hf_hybrid_ssm.cli.recipe import check_settings
+
+    if not is_script:
+        assert not re.search(r"(^|\s)#|\[", re.sub(r"'[^']*'|\"[^\"]*\"", "", block))
+    for program, *words in expected_words(block):
+        if program == "python" and not words[0].startswith("-"):
+            assert (ROOT / words[0]).is_file(), words
+        if program == "python" and words[0].startswith("recipes/"):
+            name, words = Path(words[0]).stem, words[1:]
+            check_settings(name, [word for word in words if word != "..."])
+        elif program == "hf-hybrid-ssm":
+            command, *rest = words
+            assert command in COMMANDS
+            if command == "recipe":
+                check_settings(rest[0], rest[1:])
+            elif command not in ("run", "eval"):  # what these start reads the rest
+                importlib.import_module(f"hf_hybrid_ssm.cli.{command}").build_parser().parse_args(rest)
+
+
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
@@ -93,7 +160,7 @@ OF_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("page", OF_KERNELS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", OF_KERNELS, ids=name_of)
 def test_who_reads_of_kernels_for_gpus_reads_that_they_never_ran_on_one(page):
     """Until `make gpu` has left a page about one."""
     if not (ROOT / "reports" / "gpu.md").exists():
@@ -106,13 +173,11 @@ def test_every_picture_is_on_a_page():
     assert pictures and [path.name for path in pictures if f"/{path.name})" not in text] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_show_the_results(page):
     text = page.read_text(encoding="utf-8")
     assert rendered(text) == text, "run python benchmarks/tables.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_named_files_exist(page):
     text = page.read_text(encoding="utf-8")
     for command in re.findall(r"`python ((?:recipes|benchmarks)/[^`]+)`", text):
@@ -125,7 +190,6 @@ JOB = re.compile(r"-m tests\.reporting ([a-z][a-z-]*)")
 TARGET = re.compile(r"(?:`|^(?: *-? *run:)? *)make ([a-z][a-z-]*)(?=`|$|  | #| [A-Z_]+=)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_jobs_and_targets_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -266,14 +330,13 @@ def test_a_folder_is_needed_to_fine_tune_a_chat_model():
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/families").glob("*.md")), ids=lambda path: path.stem)
 def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
-    """The files in the order named; a reader meets each of them, by the counts of tools/reading_size.py."""
-    from tools.reading_size import files_of
-
+    """The files in the order named, with those that are skipped and those beside them."""
     text = page.read_text(encoding="utf-8")
     opening = text[: text.index("## Equations")]
     named = re.findall(r"^\d+\. `([\w/.]+)`: \S", opening, re.MULTILINE)
     package = ROOT / "src/hf_hybrid_ssm"
-    reached = {path.relative_to(package).as_posix() for path in files_of(page.stem)}
+    needed = needed_modules(sorted(set(family_of(page.stem).module_of.values())))
+    reached = {module.path.relative_to(package).as_posix() for module in needed}
     assert len(named) >= 6 and len(set(named)) == len(named)
     assert [path for path in named if path not in reached] == []
     folders = {path.split("/")[1] for path in named if path.startswith("models/") and path.count("/") == 2}
@@ -282,25 +345,3 @@ def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
         assert (package / skipped).exists(), skipped
     for beside in re.findall(r"`(\w+\.py)`", opening):
         assert any(package.rglob(beside)), beside
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_shell_blocks_name_commands_that_exist(page):
-    """Every line of a bash block: a verb of ours, a recipe and its configuration, a script, or a make target."""
-    from hf_hybrid_ssm.cli import COMMANDS
-    from hf_hybrid_ssm.cli.recipe import config_names, recipe_names
-
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["hf-hybrid-ssm"]:
-                assert words[1] in COMMANDS, line
-                if words[1] == "recipe":
-                    assert words[2] in recipe_names(), line
-                    named = [word for word in words[3:4] if "=" not in word and not word.startswith("-")]
-                    assert set(named) <= set(config_names()), line
-            elif words[:1] == ["make"]:
-                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
-            elif words[:1] == ["python"] and not words[1].startswith("-"):
-                assert (ROOT / words[1]).is_file(), line

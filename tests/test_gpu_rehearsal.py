@@ -2,24 +2,21 @@
 
 import importlib
 import json
+import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
-import types
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import child
-from benchmarks.gpu.__main__ import arguments_of, main
+from benchmarks.gpu import peaks, results
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.store import Store
 from hf_hybrid_ssm.doctor import every_op
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +56,9 @@ def test_every_part(tree, tmp_path):
     said = rehearse(tree, tmp_path / "out")
     assert not (tree / "checkpoints").exists()
     page = (tmp_path / "out/gpu.md").read_text(encoding="utf-8")
-    found = json.loads((tmp_path / "out/gpu.json").read_text(encoding="utf-8"))["parts"]
-    assert list(found) == list(PARTS) and all(found.values())
-    for case in (case for cases in found.values() for case in cases.values()):
+    found = json.loads((tmp_path / "out/gpu.json").read_text(encoding="utf-8"))["cases"]
+    assert list(dict.fromkeys(name.partition(":")[0] for name in found)) == list(PARTS)
+    for case in found.values():
         assert case["measured"].items() >= {"device": "cpu", "rehearsal": True}.items()
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
@@ -71,130 +68,89 @@ def test_every_part(tree, tmp_path):
     (tree / "build" / "card_rehearsal").mkdir(parents=True)
     shutil.copy(tmp_path / "out/gpu.json", tree / "build" / "card_rehearsal")
     again = rehearse(tree, tmp_path / "again")
-    assert said.count(": ok (") == int(re.search(r"(\d+) cases come from", again)[1]) and ": ok (" not in again
-    assert json.loads((tmp_path / "again/gpu.json").read_text(encoding="utf-8"))["parts"] == found
+    assert said.count(": ok (") == len(found) and ": ok (" not in again
+    assert (tmp_path / "again/gpu.md").read_text(encoding="utf-8") == page
+
+
+CASES = {
+    "first": lambda: {"ms": 1},
+    "broken": lambda: {"ms": [][0]},
+    "killed": lambda: os._exit(9),
+    "hangs": lambda: time.sleep(60),
+    "poisons": lambda: exec("raise RuntimeError('CUDA error: an illegal memory access was encountered')"),
+    "last": lambda: {"ms": 3},
+}
+WRONG = {
+    "broken": "IndexError: list index out of range",
+    "killed": "its process ended with status 9",
+    "hangs": "took more than 2.0 seconds",
+    "poisons": "RuntimeError: CUDA error: an illegal memory access was encountered",
+}
 
 
 @pytest.fixture
-def part(monkeypatch):
-    """A part with a case that fails between two that do not, and a log of what ran."""
-    ran = []
-
-    def case(name, result):
-        def run():
-            ran.append(name)
-            if isinstance(result, Exception):
-                raise result
-            return result
-
-        return name, run
-
-    module = types.ModuleType("benchmarks.gpu.peaks")
-    results = {"first": {"ms": 1}, "broken": ValueError("too\nbad"), "last": {"ms": 3}}
-    module.cases = lambda settings: [case(name, result) for name, result in results.items()]
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu.peaks", module)
+def command(tmp_path, monkeypatch, capfd):
+    """→ a call of the command with one part of six cases: its status, the cases that ran, and what is on record."""
     for name in [name for name in PARTS if name != "peaks"]:
         monkeypatch.delitem(PARTS, name)
-    return ran, results
+    monkeypatch.setattr(peaks, "cases", lambda settings: CASES.items())
+    monkeypatch.setattr(driver, "PROCESSES", multiprocessing.get_context("fork"))  # which has these cases too
+    monkeypatch.setattr(driver, "LONGEST_CASE", 0.2)
+    monkeypatch.setattr(driver, "ROOT", tmp_path)
+    for name in ("HF_HUB_OFFLINE", "TRITON_INTERPRET"):
+        monkeypatch.setenv(name, "1")
+
+    def run(chosen, *options):
+        monkeypatch.setattr(driver, "BEGIN", time.time())
+        words = f"gpu --device cpu --rehearse --out {tmp_path}/out --cases".split()
+        monkeypatch.setattr(sys, "argv", [*words, chosen, *options])
+        status, file = driver.main(), tmp_path / "out" / "gpu.json"
+        ran = [line.split(": ")[1] for line in capfd.readouterr().out.splitlines() if line.startswith("peaks: ")]
+        found = json.loads(file.read_text())["cases"] if file.is_file() else {}
+        return status, ran, {name.removeprefix("peaks: "): case for name, case in found.items()}
+
+    return run
 
 
-def run(store, until=None, chosen=""):
-    return child.run_cases(Settings("cpu", True), store, until or time.time() + 60, re.compile(chosen))
-
-
-def figures(store, case):
-    """Without when and of what they were measured."""
-    return {
-        name: value for name, value in store.cases("peaks")[case].items() if name not in ("measured", "wall_seconds")
-    }
-
-
-def test_a_failed_case_is_recorded_and_the_others_run(part, tmp_path):
-    ran, _ = part
-    store = Store(tmp_path, {"device": "cpu"})
-    assert run(store) == child.DONE
-    assert ran == ["first", "broken", "last"]
-    cases = store.cases("peaks")
-    assert cases["broken"]["error"] == "ValueError: too" and cases["last"]["ms"] == 3
-    assert run(store) == child.DONE and len(ran) == 3
-
-
-def test_a_killed_case_is_recorded_and_not_run_again(part, tmp_path):
-    ran, _ = part
-    store = Store(tmp_path, {"device": "cpu"})
-    store.begin("peaks", "first")
-    assert store.record_killed("its process ended with status -9") == "peaks: first"
-    assert store.record_killed("again") is None
-    assert run(store) == child.DONE and ran == ["broken", "last"]
-    assert figures(store, "first") == {"error": "its process ended with status -9", "killed": True}
-
-
-def test_a_poisoned_gpu_ends_the_process(part, tmp_path):
-    ran, results = part
-    results["broken"] = RuntimeError("CUDA error: an illegal memory access was encountered")
-    store = Store(tmp_path, {"device": "cpu"})
-    assert run(store) == child.FATAL
-    assert run(store) == child.DONE and ran == ["first", "broken", "last"]
-
-
-def test_no_case_begins_after_the_end_of_the_time(part, tmp_path):
-    ran, _ = part
-    assert run(Store(tmp_path, {"device": "cpu"}), until=time.time() - 1) == child.OUT_OF_TIME
-    assert ran == []
-
-
-def test_results_of_another_card_and_of_other_sources_are_taken_anew(part, tmp_path, monkeypatch):
-    ran, _ = part
-    run(Store(tmp_path, {"device": "one"}))
-    monkeypatch.setattr("benchmarks.gpu.store.digest", lambda part: "new")
-    run(Store(tmp_path, {"device": "one"}))
-    assert ran == 2 * ["first", "broken", "last"]
-    other = Store(tmp_path, {"device": "other"})
-    assert other.cases("peaks") == {}
-    run(other)
-    assert len(ran) == 9
+def test_whatever_a_case_does_the_others_run_and_none_runs_again(command, tmp_path):
+    status, ran, found = command("")
+    assert status == 1 and ran == list(found) == list(CASES)
+    assert {name: case["error"] for name, case in found.items() if "error" in case} == WRONG
+    assert [name for name, case in found.items() if "killed" in case] == ["killed", "hangs"]
+    assert found["last"]["ms"] == 3 and found["hangs"]["wall_seconds"] >= 2
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert "| peaks | 6 | 4 | 0 |" in page and all(f"- {name}: `{error}`" in page for name, error in WRONG.items())
+    assert command("") == (1, [], found)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "status"), [("", 1), ("broken", 1), ("^peaks: (first|last)$", 0), ("nothing has such a name", 2)]
+    ("chosen", "status"), [("broken", 1), ("^peaks: (first|last)$", 0), ("nothing has such a name", 2)]
 )
-def test_the_status_says_whether_a_case_that_was_asked_for_failed(part, tmp_path, monkeypatch, chosen, status):
-    assert status_of(tmp_path, monkeypatch, chosen) == status
-    assert part[0] == [name for name in ("first", "broken", "last") if re.search(chosen, f"peaks: {name}")]
+def test_the_status_is_that_of_the_cases_that_were_asked_for(command, chosen, status):
+    found = command(chosen)
+    assert found[:2] == (status, {0: ["first", "last"], 1: ["broken"], 2: []}[status])
+    assert command("first")[0] == 0
 
 
-def test_the_status_says_that_cases_have_not_run(part, tmp_path, monkeypatch):
-    assert status_of(tmp_path, monkeypatch, "", "--seconds", "0") == 3
+def test_the_end_of_the_time_is_not_a_case_s_fault(command):
+    assert command("", "--seconds", "0") == (3, [], {})
+    status, ran, _ = command("first|hangs", "--seconds", str(driver.AT_THE_END + 1))
+    assert (status, ran) == (3, ["first"])
 
 
-def status_of(folder, monkeypatch, chosen, *options):
-    """Of the command, whose cases run in this process, which has the parts of the test."""
-
-    def watch(arguments, until, mark):
-        store = Store(arguments.results, {"device": "cpu", "rehearsal": True})
-        return run(store, until=until, chosen=arguments.cases.pattern)
-
-    monkeypatch.setattr(driver, "watch", watch)
-    monkeypatch.setattr(driver, "BEGIN", time.time())
-    monkeypatch.setattr(driver, "ROOT", folder)
-    words = f"gpu --device cpu --rehearse --out {folder} --cases".split()
-    monkeypatch.setattr(sys, "argv", [*words, chosen, *options])
-    return main()
-
-
-def test_the_copy_outlives_a_kill_and_is_taken_up(part, tmp_path):
-    """It is whole after every case; what was recorded since then is not overwritten."""
-    ran, _ = part
-    store = Store(tmp_path / "old", {"device": "one"}, tmp_path / "out")
-    store.record("peaks", "first", {"ms": 1})
-    store.begin("peaks", "broken")
-    fresh = Store(tmp_path / "new", {"device": "one"})
-    fresh.record("peaks", "last", {"ms": 7})
-    copy = tmp_path / "out" / "gpu.json"
-    assert fresh.resume(copy) == 1 and fresh.resume(copy) == 0
-    assert run(fresh) == child.DONE and ran == ["broken"]
-    assert figures(fresh, "last") == {"ms": 7}
-    assert Store(tmp_path / "other", {"device": "other"}).resume(copy) == 0
+def test_results_of_another_card_and_of_other_sources_are_taken_anew(command, tmp_path, monkeypatch):
+    """Of a machine that was given back the copy counts."""
+    assert command("first")[1] == ["first"]
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "out").rename(tmp_path / "build" / "card_rehearsal")
+    assert command("first")[1] == []
+    shutil.rmtree(tmp_path / "build")
+    file = tmp_path / "runs" / "card_rehearsal" / "gpu.json"
+    file.write_text(file.read_text().replace('"device": "cpu"', '"device": "another card"'))
+    assert command("first")[1] == ["first"]
+    monkeypatch.setattr(results, "digest", lambda part: "of other sources")
+    assert command("first")[1] == ["first"]
 
 
 def test_every_op_with_a_kernel_for_cards_is_checked():
@@ -203,38 +159,6 @@ def test_every_op_with_a_kernel_for_cards_is_checked():
         module = importlib.import_module(f"benchmarks.gpu.{part}")
         named = {case.split(" ")[0] for case, _ in module.cases(Settings("cuda", False))}
         assert named >= {name for name, op in every_op().items() if "triton" in op.kernels}
-
-
-@pytest.fixture
-def stuck(part, tmp_path, monkeypatch):
-    """A process of the cases that gets stuck in the first one, and the next time finds all done; → a call of it."""
-    store = Store(tmp_path / "results", {"device": "cpu", "rehearsal": True})
-    stub, once = tmp_path / "python", tmp_path / "once"
-    mark = json.dumps({"part": "peaks", "case": "first"})
-    lines = ["#!/bin/bash", f"[ -e {once} ] && exit 0", f"echo '{mark}' > {store.running}; touch {once}", "sleep 60"]
-    stub.write_text("\n".join(lines))
-    stub.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stub))
-    arguments = arguments_of(["--device", "cpu", "--rehearse", "--out", str(tmp_path / "out")])
-
-    def call(seconds):
-        begin = time.time()
-        code = driver.run_to_the_end(arguments, store, begin + seconds)
-        assert time.time() - begin < 30
-        return code, store.cases("peaks")
-
-    return call
-
-
-def test_a_case_that_hangs_is_ended_and_recorded(stuck, monkeypatch):
-    monkeypatch.setattr(driver, "LONGEST_CASE", 0.05)
-    code, cases = stuck(20)
-    assert code == child.DONE
-    assert cases["first"]["killed"] and cases["first"]["wall_seconds"] >= 0.5
-
-
-def test_the_end_of_the_time_is_not_a_case_s_fault(stuck):
-    assert stuck(1) == (child.OUT_OF_TIME, {})
 
 
 def test_programs_made_ahead_are_unpacked_for_this_user_alone(tree, tmp_path):

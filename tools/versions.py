@@ -31,7 +31,8 @@ SMOKE = (
     "tests/checkpoints/test_checkpoints.py::test_logits_and_greedy_text_are_golden",
     "tests/checkpoints/test_checkpoints.py::test_exported_they_say_the_same_where_the_package_is_missing",
     "tests/checkpoints/test_uses.py",
-    "tests/test_documentation.py::test_blocks_of_the_first_page_run_alone",
+    "tests/test_documentation.py::test_python_runs[README.md-0]",
+    "tests/test_documentation.py::test_python_runs[README.md-1]",
     "tests/test_documentation.py::test_the_first_example_writes_what_is_shown_and_warns_of_nothing",
 )
 KERNELS = ("tests/ops/test_triton.py", "tests/ops/test_kernel_limits.py")

@@ -15,24 +15,26 @@ Status 0: every case that was asked for has run and is right; 1: one is not; 2: 
 """
 
 import argparse
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.plan import DONE, FATAL, LONGEST_CASE, OUT_OF_TIME, ROOT, SECONDS
+from benchmarks.gpu.plan import LONGEST_CASE, ROOT, SECONDS
 from benchmarks.gpu.requirements import missing_peers, problems
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.settings import Settings
-    from benchmarks.gpu.store import Store
+    from multiprocessing.connection import Connection
+
+    from benchmarks.gpu.results import Results
 
 BEGIN = time.time()
 AT_THE_END = 10  # seconds: the page, and a process that is ended
+PROCESSES = multiprocessing.get_context("spawn")
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,13 +48,9 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=pattern, default=pattern(""), help="only cases in whose names this is found")
     parser.add_argument("--out", type=Path, help="folder of the results' copy")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
-    name = "card_rehearsal" if arguments.rehearse else "card"
-    arguments.results, travelled = ROOT / "runs" / name, ROOT / "build" / name
-    arguments.out, arguments.resume = (arguments.out or travelled).resolve(), travelled / "gpu.json"
     return arguments
 
 
@@ -68,91 +66,96 @@ def main() -> int:
     if found := problems(arguments.device):
         print("\n".join(["This cannot run:", *found]), file=sys.stderr)
         return 2
+    from benchmarks.gpu.results import Results
     from benchmarks.gpu.settings import Settings
-    from benchmarks.gpu.store import Store
 
-    settings = Settings(arguments.device, arguments.rehearse)
-    identity = {"device": device_name(settings.device), "rehearsal": settings.rehearse}
-    store = Store(arguments.results, identity, arguments.out)
-    if arguments.until:
-        from benchmarks.gpu.child import run_cases
-
-        return run_cases(settings, store, arguments.until, arguments.cases)
-    if arguments.resume.is_file():
-        print(f"{store.resume(arguments.resume)} cases come from {os.path.relpath(arguments.resume)}.", flush=True)
+    os.environ |= {"HF_HUB_OFFLINE": "1"} | ({"TRITON_INTERPRET": "1"} if arguments.device == "cpu" else {})
     if peers := missing_peers():
         print(f"Not compared with, since they are not installed: {', '.join(peers)}.", flush=True)
-    code = run_to_the_end(arguments, store, BEGIN + arguments.seconds - AT_THE_END)
-    return code if code not in (DONE, OUT_OF_TIME) else report(arguments, settings, store)
-
-
-def report(arguments: argparse.Namespace, settings: "Settings", store: "Store") -> int:
-    """Write the page, and say what there is; → the status."""
-    from benchmarks.gpu.report import asked_of, made, overview, page
-
-    store.write("gpu.md", page(store, settings))
-    print(
-        f"{made(store, settings)}\n\n{overview(store)}\nAll of it is in {os.path.relpath(arguments.out)}.", flush=True
-    )
+    here, travelled = (ROOT / top / ("card_rehearsal" if arguments.rehearse else "card") for top in ("runs", "build"))
+    out = (arguments.out or travelled).resolve()
+    results = Results(Settings(arguments.device, arguments.rehearse), [here, out], [travelled, here])
     try:
-        failed, waiting = asked_of(store, arguments.cases)
-    except ValueError as error:
-        print(error, file=sys.stderr)
+        run_all(results, arguments.cases, BEGIN + arguments.seconds - AT_THE_END)
+    except EOFError:
+        print("the process that runs the cases ended before the first", file=sys.stderr)
         return 2
+    results.write("gpu.md", results.page())
+    print(f"{results.made()}\n\n{results.overview()}\nAll of it is in {os.path.relpath(out)}.", flush=True)
+    chosen = [name for name in results.names if arguments.cases.search(name)]
+    if results.names and not chosen:
+        print(f"--cases {arguments.cases.pattern!r} is found in no case", file=sys.stderr)
+        return 2
+    waiting = [name for name in chosen if name not in results.cases]
     if waiting:
         print(f"{len(waiting)} cases have not run: the same command goes on with them.", flush=True)
-    return 1 if failed else OUT_OF_TIME if waiting else 0
+    has_failed = any("error" in results.cases[name] for name in chosen if name in results.cases)
+    return 1 if has_failed else 3 if waiting or not chosen else 0
 
 
-def run_to_the_end(arguments: argparse.Namespace, store: "Store", until: float) -> int:
-    """DONE or OUT_OF_TIME; another status is of a process that ended before its first case."""
-    store.running.unlink(missing_ok=True)
-    while True:
-        code = watch(arguments, until, store.running)
-        if time.time() > until:  # what ran then is not to blame
-            store.running.unlink(missing_ok=True)
-            return OUT_OF_TIME
-        if killed := store.record_killed(f"its process ended with status {code}"):
-            print(f"{killed}: its process ended with status {code}", flush=True)
-        elif code in (DONE, OUT_OF_TIME):
-            return code
-        elif code != FATAL:
-            print(f"the process that runs the cases ended with status {code} before the first", file=sys.stderr)
-            return code
+def run_all(results: "Results", chosen: re.Pattern[str], until: float) -> None:
+    """Run every chosen case that is not on record, in a process of its own that is started again after a case that
+    ended it, took too long or left the GPU unusable; until all have run, or the time has come.
+
+    Raises:
+        EOFError: the process ended before its first case.
+    """
+    from benchmarks.gpu.child import serve
+
+    while time.time() < until:
+        ours, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=serve, args=(theirs, results.settings))
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(max(0.0, until - time.time())):
+                return
+            results.begin(*ours.recv())
+            waiting = [name for name in results.names if chosen.search(name) and name not in results.cases]
+            ours.send(waiting)
+            if run_some(results, waiting, ours, process, until):
+                return
+        finally:
+            end(process)
 
 
-def watch(arguments: argparse.Namespace, until: float, mark: Path) -> int:
-    """Run the cases in a process of their own, and end it if one of them takes too long, or at the end of the time."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", arguments.device, "--until", str(until)]
-    command += ["--out", str(arguments.out), "--cases", arguments.cases.pattern]
-    command += ["--rehearse"] if arguments.rehearse else []
-    longest = LONGEST_CASE * (10 if arguments.rehearse else 1)  # a CPU may be busy with something else
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    environment |= {"TRITON_INTERPRET": "1"} if arguments.device == "cpu" else {}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
-    try:
-        while process.poll() is None:
-            time.sleep(0.2)
-            if age(mark) > longest or time.time() > until:
-                break
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # with the tools and compilers that it started
-    return process.wait()
+def run_some(
+    results: "Results",
+    waiting: list[str],
+    connection: "Connection",
+    process: multiprocessing.process.BaseProcess,
+    until: float,
+) -> bool:
+    """Record what a process tells of these cases; whether no other process is needed."""
+    longest = LONGEST_CASE * (10 if results.settings.rehearse else 1)  # a CPU may be busy with something else
+    for name in waiting:
+        begin, needs_another = time.time(), True
+        try:
+            if connection.poll(min(longest, max(0.0, until - begin))):
+                figures, needs_another = connection.recv()
+            elif time.time() >= until:  # what ran then is not to blame
+                return True
+            else:
+                figures = {"error": f"took more than {longest} seconds", "killed": True}
+        except EOFError:
+            process.join()
+            figures = {"error": f"its process ended with status {process.exitcode}", "killed": True}
+        figures.setdefault("wall_seconds", round(time.time() - begin, 2))
+        results.record(name, figures)
+        print(f"{name}: {figures.get('error', 'ok')} ({figures['wall_seconds']:.1f} s)", flush=True)
+        if needs_another:
+            return False
+    return True
 
 
-def age(file: Path) -> float:
-    """Seconds since a file was written, 0 where there is none; it may go at any time."""
-    try:
-        return time.time() - file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+def end(process: multiprocessing.process.BaseProcess) -> None:
+    """With the tools and compilers that it started."""
+    if process.is_alive() and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has no group yet
+            process.kill()
+    process.join()
 
 
 if __name__ == "__main__":

@@ -39,8 +39,6 @@ PARTS = {
     "training": Part("a training step and its memory", MODELS),
     "inspection": Part("a small scan under NVIDIA's tools", ("ops",)),
 }
-DONE, OUT_OF_TIME, FATAL = 0, 3, 4
-"""How a process that runs the cases ends."""
 
 
 def sources(part: str) -> list[Path]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_config, check_either, clear_checkpoints
+from _lib.checks import check_checkpoint, check_config, check_either, check_output, clear_checkpoints
 from _lib.training import checkpoint_to_resume, plot_loss, say_figures, write_figures, write_json
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from hf_hybrid_ssm.hub.configurations import check_fields
@@ -33,6 +33,13 @@ class StartArguments:
     def __post_init__(self):
         check_either(self, "model_type", "model_name_or_path")
         check_config(self.model_type, self.config, self.preset)
+
+    def begin(self, training: TrainingArguments, auto_class: Any) -> None:
+        """Check the folder, and that `auto_class` loads what `model_name_or_path` names; set the seeds."""
+        check_output(training.output_dir, self.overwrite, self.resume)
+        if self.model_name_or_path is not None:
+            check_checkpoint(self.model_name_or_path, "model_name_or_path", auto_class)
+        set_seed(training.seed)
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,10 @@ from tests.checkpoints.golden import check_golden, loaded
 
 ROOT = Path(__file__).parents[2] / "checkpoints"
 FOLDERS = sorted(path.parent for path in ROOT.glob("*/config.json"))
+DELTAS = sorted(path.parent for path in ROOT.glob("deltas/*/delta.json"))
 MAX_BYTES = 12_000_000  # of one file of weights
 MAX_BYTES_TOGETHER = 60_000_000
+MAX_BYTES_OF_DELTAS = 16_000_000
 
 named = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
@@ -29,9 +31,11 @@ named = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.nam
 def test_there_are_checkpoints_and_they_are_small():
     sizes = [(folder / "model.safetensors").stat().st_size for folder in FOLDERS]
     assert sizes and max(sizes) <= MAX_BYTES and sum(sizes) <= MAX_BYTES_TOGETHER
+    of_deltas = [path.stat().st_size for folder in DELTAS for path in folder.iterdir()]
+    assert of_deltas and sum(of_deltas) <= MAX_BYTES_OF_DELTAS
 
 
-@named
+@pytest.mark.parametrize("folder", [*FOLDERS, *DELTAS], ids=lambda folder: folder.name)
 def test_every_file_is_the_one_that_was_published(folder):
     lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     sums = {name: digest for digest, name in (line.split("  ") for line in lines)}

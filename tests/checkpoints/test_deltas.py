@@ -1,6 +1,5 @@
-"""The committed students of a real teacher are whole, small, and hold what their pages say."""
+"""The committed students of a real teacher hold what their pages say."""
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -8,29 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 
 ROOT = Path(__file__).parents[2] / "checkpoints/deltas"
 FOLDERS = sorted(path.parent for path in ROOT.glob("*/delta.json"))
-MAX_BYTES_TOGETHER = 16_000_000
 
 named = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-
-
-def test_there_are_students_and_they_are_small():
-    sizes = [path.stat().st_size for folder in FOLDERS for path in folder.iterdir()]
-    assert sizes and sum(sizes) <= MAX_BYTES_TOGETHER
-
-
-@named
-def test_every_file_is_the_one_that_was_published(folder):
-    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    assert {path.name for path in folder.iterdir()} - {"SHA256SUMS"} == set(sums)
-    for name, digest in sums.items():
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
-    check_folder(folder)
 
 
 @named

@@ -50,13 +50,6 @@ def test_longhorns_heads_divide_its_width():
     assert config.head_dim == 16
 
 
-@pytest.mark.parametrize("family", ["bst", "spade"])
-def test_the_smallest_step_is_not_above_the_largest(family):
-    with pytest.raises(ValueError, match=r"ssm_dt_min=0.5 must be at most ssm_dt_max=0.1"):
-        new_config(family, ssm_dt_min=0.5, ssm_dt_max=0.1)
-    assert new_config(family, ssm_dt_min=0.1, ssm_dt_max=0.1).ssm_dt_min == 0.1
-
-
 @pytest.mark.parametrize(
     ("arguments", "fields", "message"),
     [

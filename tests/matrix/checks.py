@@ -36,6 +36,16 @@ def logits_of(model: torch.nn.Module, row: str) -> torch.Tensor:
         return model(**batch_of(row)).logits
 
 
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, which drops nothing from now on."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
 def check_generation(model: torch.nn.Module, row: str, new_tokens: int = 4) -> None:
     """Greedy tokens must be the same with and without the cache."""
     ids = batch_of(row)["input_ids"]

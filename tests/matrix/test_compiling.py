@@ -10,7 +10,7 @@ import copy
 
 import torch
 
-from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, logits_of, rows
+from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, logits_of, rows, without_dropout
 from tests.tiny_models import ROWS, batch_of, compiles, shallow_language_model
 
 pytestmark = compiles
@@ -35,12 +35,7 @@ def test_packed_training_step(row):
 
 
 def _check_training(row, **packing):
-    model, compiled_model = (copy.deepcopy(shallow_language_model(row)).train() for _ in range(2))
-    for module in (*model.modules(), *compiled_model.modules()):
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+    model, compiled_model = (without_dropout(copy.deepcopy(shallow_language_model(row)).train()) for _ in range(2))
     compiled = torch.compile(compiled_model, fullgraph=True, backend=TRACED)
     losses = [step(**batch_of(row), **packing, use_cache=False).loss for step in (model, compiled)]
     for loss in losses:

@@ -26,14 +26,14 @@ from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, GREEDY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
-from tests.tiny_models import ROWS, batch_of, build, classes_of, inputs_for, own_language_model
+from tests.tiny_models import ROWS, VARIANTS, batch_of, build, classes_of, inputs_for, own_language_model
 
 # parameters that make the recurrence, by the module that holds them; no adapter of the defaults may sit in one
 RECURRENCE = {"ssm", "memory", "recurrent", "x_proj", "dt_proj"}
 ALL = {"target_modules": "all-linear"}
 # column → rows of `make test`, the configuration, the learning rate
 METHODS = {
-    "LoRA": (EVERY_FAMILY, lambda: LoraConfig(r=2, **ALL), 2e-2),
+    "LoRA": (dict.fromkeys([*EVERY_FAMILY, *VARIANTS]), lambda: LoraConfig(r=2, **ALL), 2e-2),
     "DoRA": (EVERY_FAMILY, lambda: LoraConfig(r=2, use_dora=True, **ALL), 2e-2),
     "IA3": (EVERY_FAMILY, lambda: IA3Config(feedforward_modules=[], **ALL), 0.2),
     "prompt tuning": (EVERY_FAMILY, lambda: PromptTuningConfig(num_virtual_tokens=3), 0.3),

@@ -144,30 +144,6 @@ def contradictions(mask: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"padding called text": text, "text called padding": more, "padding elsewhere": moved}
 
 
-@pytest.mark.parametrize("variant", ROWS)
-def test_a_mask_over_the_past_that_contradicts_it_is_refused(variant):
-    model = language_model(variant)
-    ids, mask = ids_of(6, 1), torch.ones(3, 6, dtype=torch.long)
-    mask[1, :2] = 0
-    cache, step = empty_cache(model), ids_of(2, 2)
-    now = torch.ones_like(step)
-    with torch.no_grad():
-        for a, b in ((0, 1), (1, 4), (4, 6)):  # in pieces, by masks of all tokens so far or of the piece
-            model(**inputs_of(model, ids[:, a:b], mask[:, : b if a else 1]), past_key_values=cache)
-        for kind, wrong in contradictions(mask).items():
-            with pytest.raises(ValueError, match=rf"row {0 if kind.startswith('text') else 1} of .*{REFUSED}"):
-                model(**inputs_of(model, step, torch.cat([wrong, now], 1)), past_key_values=cache)
-        order = torch.tensor([1, 2, 0])
-        cache.reorder_cache(order)
-        moved = {"input_ids": SOURCE} if model.config.is_encoder_decoder else {}
-        with pytest.raises(ValueError, match=rf"row 0 of .*{REFUSED}"):
-            model(**inputs_of(model, step, torch.cat([mask, now], 1)) | moved, past_key_values=cache)
-        right = torch.cat([mask[order], now], 1)
-        logits = model(**inputs_of(model, step, right) | moved, past_key_values=cache).logits
-    expected = whole(model, torch.cat([ids[1:2, 2:], step[:1]], 1))[0, -2:]
-    torch.testing.assert_close(logits[0], expected, **TOLERANCE)
-
-
 @pytest.mark.parametrize("variant", ["longhorn", "bst mh s4", "lmu-isa + global attention"])
 def test_rollback_and_contexts_keep_what_was_padding(variant, tmp_path):
     model = language_model(variant)

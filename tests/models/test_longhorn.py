@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification
+from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from tests import tiny_models as tiny
 from tests.models import invariances as inv
 
@@ -47,56 +47,9 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(fused):
         torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_classifier_pools_the_last_real_token(side):
-    torch.manual_seed(0)
-    model = LonghornForSequenceClassification(LonghornConfig(**TINY, num_labels=4)).eval()
-    rows = [torch.randint(0, 61, (1, length)) for length in (3, 7, 5)]  # token 0 may be text: the mask decides
-    ids, mask = inv.pad_rows(rows, 0, side)
-    with torch.no_grad():
-        batch = model(ids, attention_mask=mask).logits
-        alone = torch.cat([model(row, attention_mask=torch.ones_like(row)).logits for row in rows])
-    torch.testing.assert_close(batch, alone, rtol=1e-5, atol=1e-6)
-
-
-# Bad input
-
-
-def test_bad_inputs(model):
-    """Beside those of tests/reliability/test_misuse_of_models.py."""
-    ids = inv.random_ids(model, 2, 5)
-    with pytest.raises(ValueError, match="exactly one"):
-        model(ids, inputs_embeds=torch.zeros(2, 5, 24))
-    with pytest.raises(ValueError, match="length"):
-        model(ids[:, :0])
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        model(inputs_embeds=torch.zeros(2, 5, 7))
-    for documents in (torch.tensor([[1, 0, 0, 0, 0]] * 2), torch.zeros(2, 4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="seq_idx"):
-            model(ids, seq_idx=documents)
-
-
-def test_a_cache_of_another_batch(model):
-    ids = inv.random_ids(model, 2, 5)
-    cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="batch of 2"):
-        model(ids[:1], past_key_values=cache)
-
-
 def test_cache_made_without_config(model):
     ids = inv.random_ids(model, 2, 7)
     inv.check_split(model, ids, [3], cache=DynamicCache())
-
-
-def test_crop_beyond_the_record(model):
-    ids = inv.random_ids(model, 1, 6)
-    cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-1)
-    cache.activate_past_recording()
-    model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="recorded past"):
-        cache.layers[0].crop(-7)
 
 
 def test_a_reset_forgets_the_recorded_past():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
     Trainer,
     TrainingArguments,
@@ -115,16 +114,6 @@ def test_stock_training_learns_what_only_both_sides_tell(case, tmp_path):
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.3 * before
-
-
-@pytest.mark.parametrize("case", ["spade s4 window", "bst sh s4d"])
-def test_a_classifier_starts_from_it(case, tmp_path):
-    model = build(case)
-    model.save_pretrained(tmp_path)
-    classifier, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert all(key.split(".")[0] in ("score", "classifier") for key in report["missing_keys"])
-    for name, value in model.base_model.state_dict().items():
-        assert torch.equal(classifier.base_model.state_dict()[name], value), name
 
 
 def test_fill_mask_pipeline():

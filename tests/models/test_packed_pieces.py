@@ -165,16 +165,6 @@ def test_heads_read_packed_rows(row, head):
             assert_exact(scores(model(**batch)), expected)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "encoder-decoder" not in row])
-def test_ends_of_documents_alone(row):
-    """`cu_seq_lens_q` without `position_ids`, as a collator for FlashAttention may give it."""
-    model = own_language_model(row).double()
-    ids = inv.random_ids(model, 1, 16, 0)
-    with torch.no_grad():
-        logits = model(ids, cu_seq_lens_q=torch.tensor([0, 5, 6, 13, 16], dtype=torch.int32)).logits
-    assert_exact(logits, alone(model, ids, ROWS_OF_DOCUMENTS[:1]))
-
-
 @pytest.mark.parametrize(
     "ends, error, message",
     [

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from transformers import (
-    AutoModelForSequenceClassification,
     DynamicCache,
     EncoderDecoderCache,
     StaticCache,
@@ -158,40 +157,6 @@ def test_a_decoder_as_the_paper_says_has_no_longest_target():
         seq2seq(max_target_positions=8)(source, decoder_input_ids=target)
 
 
-@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre", "decoder_attention_bias": True}])
-def test_encoder_decoder_invariances(fields):
-    """Cached = uncached, padded source and target = alone, whatever the profile."""
-    model = seq2seq(**fields)
-    source, target = inv.random_ids(model, 2, 15, 0), inv.random_ids(model, 2, 11, 1)
-    whole = model(source, decoder_input_ids=target).logits
-    past, pieces = None, []
-    for piece in target.split([4, 1, 1, 5], 1):
-        out = model(source, decoder_input_ids=piece, past_key_values=past, use_cache=True)
-        past, pieces = out.past_key_values, [*pieces, out.logits]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
-    mask, target_mask = torch.ones_like(source), torch.ones_like(target)
-    mask[1, :6], target_mask[1, :3] = 0, 0
-    padded = model(source, mask, decoder_input_ids=target, decoder_attention_mask=target_mask).logits
-    alone = model(source[1:, 6:], decoder_input_ids=target[1:, 3:]).logits
-    torch.testing.assert_close(padded[1, 3:], alone[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(padded[0], whole[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("fields", [{}, PAPER])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beam", "sample"])
-def test_encoder_decoder_generates_the_same_with_and_without_cache(fields, options):
-    model = seq2seq(**fields)
-    source = inv.random_ids(model, 2, 12, 0)
-    mask = torch.ones_like(source)
-    mask[0, 9:] = 0
-    texts = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        settings = {"max_new_tokens": 8, "use_cache": use_cache, "do_sample": False} | options
-        texts.append(model.generate(source, attention_mask=mask, **settings))
-    assert torch.equal(*texts)
-
-
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("fields", [{}, PAPER])
 def test_a_cache_that_was_reset_forgets_the_source(fields, kind):
@@ -282,15 +247,6 @@ def test_classifier_ignores_padding_and_looks_both_ways(pooling):
     changed[0, -1] = (changed[0, -1] - 2) % 58 + 3
     assert not torch.allclose(model(changed).logits[0], model(ids).logits[0])
     assert model(ids, labels=torch.tensor([0, 2])).loss > 0
-
-
-def test_classifier_loads_the_encoder_of_an_encoder_decoder(tmp_path):
-    model = seq2seq()
-    model.save_pretrained(tmp_path)
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=2)
-    for (name, ours), theirs in zip(model.model.encoder.named_parameters(), classifier.model.encoder.parameters()):
-        assert torch.equal(ours, theirs), name
-    assert torch.equal(classifier.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 def test_an_encoder_takes_the_embeddings_of_a_language_model(tmp_path):

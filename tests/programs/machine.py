@@ -230,7 +230,8 @@ def _foreign_cache(machine: Machine, state: State) -> None:
     machine.model(**machine.inputs(step, State(state.rows)), past_key_values="none")
 
 
-MASK, PAST, SEQ_IDX, CROP = ("attention_mask",), ("columns of the past",), ("seq_idx",), ("static", "dynamic")
+MASK, SEQ_IDX, CROP = ("attention_mask",), ("seq_idx",), ("static", "dynamic")
+PAST = ("attention_mask calls other columns of the past padding than the forwards that read them",)
 FALLING = torch.tensor([[10**6, 10**6 - 1]], dtype=torch.int32)
 ILLEGAL: dict[str, tuple[Attempt, tuple[str, ...]]] = {
     "batch": (_plain(rows=1), ("batch",)),

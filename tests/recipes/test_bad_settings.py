@@ -86,6 +86,7 @@ BAD = [
     (MaskingArguments, {"model_type": None}, "either model_type"),
     (MaskingArguments, {"masked_fraction": 0}, "masked_fraction=0"),
     (ModelArguments, {"model_type": None}, "either model_type"),
+    (ModelArguments, {"model_type": "transfo-xl"}, "'transfo-xl' is not a family that transformers knows"),
     (MqarArguments, {"finalists": 0}, "finalists=0 must be at least 1"),
     *((MqarArguments, {name: []}, rf"{name}=\[\]") for name in ("seeds", "learning_rates", "options")),
     (MqarArguments, {"options": [{}, {"warm_up": 5}]}, r"options: \['warm_up'\] are not training arguments"),

@@ -1,9 +1,15 @@
-"""Peers: Mamba's scan in C is its equation, the model is transformers' Mamba, and a Llama gains a convolution."""
+"""Peers: Mamba's scan in C is its equation, the model is transformers' Mamba, a Llama gains a convolution; and those
+that papers compare with can be trained."""
 
+import finetune_glue
+import finetune_summarization
+import pretrain_clm
+import pretrain_seq2seq
 import pytest
 import torch
+from _lib.documents import train_tokenizer
 from _lib.peers import selective_scan
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
@@ -153,3 +159,56 @@ def test_an_lstm_refuses_what_it_does_not_do(given, message):
     config = AutoConfig.for_model("lstm_lm", vocab_size=30, hidden_size=12, num_hidden_layers=1)
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_config(config)(torch.ones(1, 3, dtype=torch.long), **given)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+RECURRENT = {"hidden_size": 16, "num_hidden_layers": 1}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+OF_PAPERS = {
+    "language model": {
+        "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+        "llama": SMALL,
+        "mamba": RECURRENT | {"state_size": 4},
+        "rwkv": RECURRENT | {"num_hidden_layers": 2, "attention_hidden_size": 16, "intermediate_size": 16},
+    },
+    "summarizer": {"t5": T5, "longt5": T5},
+    "denoiser": {"t5": T5},
+    "classifier": {
+        "t5": T5,
+        "bert": SMALL,
+        "funnel": {"d_model": 16, "block_sizes": [1], "n_head": 2, "d_head": 8, "d_inner": 16},
+        "longformer": SMALL | {"attention_window": [4]},
+        "fnet": RECURRENT | {"intermediate_size": 16},
+    },
+}
+
+
+def of_a_paper(kind, **given):
+    """The model that a recipe builds of these arguments, and its tokenizer."""
+    rows = {"text": ["a text about something"] * 4, "summary": ["something"] * 4, "label": [0, 1, 0, 1]}
+    if kind == "language model":
+        tokenizer = AutoTokenizer.from_pretrained("checkpoints/longhorn-books")
+        return pretrain_clm.build_model(pretrain_clm.ModelArguments(**given), tokenizer), tokenizer
+    if kind == "summarizer":
+        options = {"source_column": "text", "target_column": "summary", "tokenizer_vocab_size": 300}
+        arguments = finetune_summarization.SummarizationArguments(train_files=["given"], **given, **options)
+        return finetune_summarization.build(arguments, rows)
+    if kind == "denoiser":
+        tokenizer = pretrain_seq2seq.with_sentinels(train_tokenizer(rows["text"], 300), trained_here=True)
+        return pretrain_seq2seq.build_model(pretrain_seq2seq.SpanArguments(**given), tokenizer, 8), tokenizer
+    task = finetune_glue.TASKS["sst2"]
+    return finetune_glue.build(finetune_glue.GlueArguments(["sst2"], **given), task, rows | {"sentence": rows["text"]})
+
+
+@pytest.mark.parametrize(("kind", "model_type"), [(kind, name) for kind, names in OF_PAPERS.items() for name in names])
+def test_what_papers_compare_with_can_be_trained(kind, model_type):
+    """Those that transformers has."""
+    model, tokenizer = of_a_paper(kind, model_type=model_type, config=OF_PAPERS[kind][model_type])
+    ids = torch.tensor([[*tokenizer("a text about")["input_ids"], tokenizer.eos_token_id]])
+    loss = model(input_ids=ids, labels=torch.tensor([1]) if kind == "classifier" else ids).loss
+    loss.backward()
+    assert loss.isfinite() and model.config.eos_token_id == tokenizer.eos_token_id
+    assert kind == "language model" or model.config.pad_token_id is not None
+    if kind in ("summarizer", "denoiser"):
+        assert model.config.decoder_start_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+        assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[0] == 1

@@ -63,11 +63,6 @@ def test_bad_settings(read, text, pairs, message):
         read(text, *pairs)
 
 
-def test_without_a_file_it_shows_its_keys():
-    with pytest.raises(SystemExit, match=r"usage.*CONFIG\.yaml"):
-        read_settings("some.py", (First,), [])
-
-
 def test_numbers_without_a_dot_are_numbers(read):
     assert read("config: {a: 1e-3}", "config.b=2E+4", "config.c=1e5x")[0].config == {"a": 1e-3, "b": 2e4, "c": "1e5x"}
 

@@ -2,7 +2,7 @@
 
 Training is repeated with other numbers of loading workers and in a process with other hashes, a forward pass after
 ones of other lengths, with the states kept and without. Other numbers of threads, other machines and other versions of
-torch add in other orders; that is not looked at here. Sampling from a seed is in tests/upstream.
+torch add in other orders; that is not looked at here. Sampling from a seed is in tests/models.
 """
 
 import inspect

@@ -89,6 +89,7 @@ CONTRADICTIONS = [
     (BST, {"ssm_num_dynamics": 5}, "num_dynamics must divide the 24 systems, got 5"),
     (SPADE, {"adaptive_cutoffs": [61]}, r"adaptive_cutoffs=\[61\] must rise from at least 1 to below vocab_size"),
     (SPADE, {"adaptive_cutoffs": [20], "adaptive_factor": 5}, "hidden_size=24 must be divisible by adaptive_factor"),
+    (SPADE, {"ssm_dt_min": 0.2}, "ssm_dt_min=0.2 must be at most ssm_dt_max=0.1"),
     (SPADE, {"paired_input": True}, "paired_input=True are for classification"),
     (SPADE, {"num_labels": 0}, "num_labels=0 must be positive"),
     ("encoder-decoder", {"decoder_start_token_id": 61}, "decoder_start_token_id=61 must lie below vocab_size=61"),

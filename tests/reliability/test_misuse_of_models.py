@@ -45,6 +45,8 @@ LANGUAGE_MODEL = [
     ({"input_ids": -IDS}, "ValueError: input_ids has ids from -14 to -3.*vocab_size is 61"),
     ({"input_ids": None, "inputs_embeds": torch.zeros(2, 6, 24).long()}, "TypeError: inputs_embeds must be floating"),
     ({"input_ids": None, "inputs_embeds": [[0.0]]}, "TypeError: inputs_embeds .* got list"),
+    ({"input_ids": None, "inputs_embeds": torch.zeros(2, 6, 7)}, r"ValueError: inputs_embeds must have .*\(2, 6, 7\)"),
+    ({"inputs_embeds": torch.zeros(2, 6, 24)}, "ValueError: exactly one of input_ids"),
     ({"attention_mask": [[1] * 6] * 2}, "TypeError: attention_mask .* got list"),
     ({"attention_mask": mask(2, 9)}, r"ValueError: \(2, 6\), got \(2, 9\): 0 tokens"),
     ({"attention_mask": mask(2, 6)[:, None, None]}, r"ValueError: attention_mask .*got \(2, 1, 1, 6\)"),

@@ -1,6 +1,5 @@
 """A teacher is a folder, a name on the Hub or a GGUF file; what is none of them is refused in one line."""
 
-import re
 import shutil
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.hub import downloads
 from hf_hybrid_ssm.upcycle import Keep, Teacher, load_teacher, loading, upcycle
-from tests.damaged_weights import DAMAGES, damage
+from tests.damaged_weights import damage, lacking
 from tests.upcycle.teacher_files import TEXT, in_cache, save_teacher, teacher_and_tokenizer, write_gguf
 
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -84,6 +83,11 @@ def incomplete(folder):
     return folder
 
 
+def not_whole(folder):
+    damage(save_teacher(folder), lacking, "model.norm.weight")
+    return folder
+
+
 def student(folder):
     upcycle(Teacher(teacher_and_tokenizer()[0]), Keep([1], window=4))[0].save_pretrained(folder)
     return folder
@@ -97,11 +101,12 @@ KINDS = {
     "GGUF files": (lambda folder: written(folder, b"").parent, FileNotFoundError, "one of its GGUF files, such as "),
     "an adapter": (adapter, FileNotFoundError, "it is an adapter; merge it"),
     "incomplete weights": (incomplete, ValueError, "not a complete safetensors file"),
+    "not all weights": (not_whole, ValueError, r"lacks model\.norm\.weight, which"),
     "a student": (student, ValueError, "model_type='hybrid_student' .*Take another"),
     "no path": (lambda _: None, TypeError, "teacher must be a path or a name on the Hub, not NoneType"),
 }
-"""A source, and what is said of it; GGUF files have their own (`tests/hub/test_gguf.py`), and what is refused by its
-configuration is in `tests/cli/test_upcycle.py`."""
+"""A source, and what is said of it; GGUF files have their own (`tests/hub/test_gguf.py`), so have other damages of
+weights (`tests/hub/test_whole_models.py`); what is refused by its configuration is in `tests/cli/test_upcycle.py`."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,17 +116,6 @@ def test_what_is_no_teacher_is_refused_in_one_line(kind, tmp_path):
     with pytest.raises(error, match=message) as found:
         load_teacher(source)
     assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-@pytest.mark.parametrize("how", DAMAGES, ids=lambda how: how.__name__)
-def test_a_teacher_that_is_not_whole_is_refused_by_name(how, name, folder, tmp_path):
-    """Nothing of it is made up and nothing left out."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    message = damage(copy, how, name)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        load_teacher(copy)
-    assert "\n" not in str(error.value)
 
 
 def test_a_name_on_the_hub_is_the_folder_that_was_downloaded(folder, tmp_path, caplog):

@@ -1,8 +1,9 @@
 """transformers' own test mixins, loaded from its unpacked source distribution.
 
-The distribution lacks modules that its mixins import; they are supplied here: the exporter mixin (empty: its checks
-are not part of the distribution), a set of common configuration values, what the FSDP mixin asks about devices, and
-the generation mixin, recreated in `generation_checks.py`. Nothing of the distribution is copied into this repository.
+The distribution lacks modules that its mixins import; they are supplied here: the exporter and the generation mixin
+(empty: their checks are not part of the distribution, and generation is in tests/models, tests/invariants and
+tests/programs for every variant), a set of common configuration values, and what the FSDP mixin asks about devices.
+Nothing of the distribution is copied into this repository.
 
 The folder that holds the distribution's `tests` is named by the environment variable HF_HYBRID_SSM_UPSTREAM_TESTS
 (`python -m tests.reporting upstream` downloads it and sets the variable).
@@ -21,10 +22,12 @@ import torch
 import transformers
 from torch._tensor_str import printoptions
 
-from tests.upstream.generation_checks import GenerationTesterMixin
-
 PACKAGE = "transformers_upstream_tests"
 VARIABLE = "HF_HYBRID_SSM_UPSTREAM_TESTS"
+
+
+class GenerationTesterMixin:
+    """Of what can generate, as transformers' own tests ask."""
 
 
 def _module(name: str, **attributes) -> None:

@@ -18,12 +18,12 @@ from hf_hybrid_ssm import (
     SpadeSeq2SeqConfig,
     SpadeSeq2SeqModel,
 )
-from tests.upstream.generation_checks import GenerationTesterMixin
 from tests.upstream.harness import (
     ROPE_SCALING,
     CausalFamilyTests,
     CausalTester,
     ConfigTester,
+    GenerationTesterMixin,
     ModelTesterMixin,
     skipping,
 )
