@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.table_text import markdown_table, mebibytes, rows_of
+from benchmarks.table_text import RESULTS, load, markdown_table, mebibytes, rows_of
 
 Figures = dict[str, Any]
 CONTEXT_MODELS = {
@@ -277,3 +277,30 @@ def _who(names: list[str], everyone: list[str]) -> str:
     if not set(names) <= set(everyone) or len(missing) >= len(names):
         return ", ".join(names) or "none"
     return "all others but " + ", ".join(missing) if missing else "all others"
+
+
+def choosing(figures: Figures) -> str:
+    """Of each model what it recalls, its loss, what it costs, what it keeps, and how many checks it passes; what was
+    not measured is empty."""
+    recalls = [load(name)["best"] for name in ("mqar_families", "mqar_peers") if (RESULTS / f"{name}.json").is_file()]
+    recalled = {found["model"]: found["accuracy_by_pairs"] for best in recalls for found in best}
+    differences, checked = load("families_books")["differences"], load("comparison")["models"]
+    rows = []
+    for name, found in figures["models"].items():
+        known = name.removesuffix(" SH")  # elsewhere it is BST, which has no other there
+        loss, checks = differences.get(known), list(checked.get(known, {"checks": {}})["checks"].values())
+        rows.append(
+            [
+                name,
+                *(f"{100 * recalled[known][pairs]:.0f}" if known in recalled else "" for pairs in ("8", "16", "32")),
+                f"{loss['mean']:+.2f} ± {loss['half_width_of_95_percent']:.2f}" if loss else "",
+                f"{found['trained_tokens_per_second']:,.0f}",
+                f"{found['read_tokens_per_second']:,.0f}",
+                f"{found['milliseconds_per_token']:.1f}",
+                mebibytes(found["kept_bytes"], 1),
+                sum(check["outcome"] == "same" for check in checks) if checks else "",
+            ]
+        )
+    head = ["model", *(f"of {pairs} pairs, %" for pairs in (8, 16, 32)), "loss minus Llama's, 95 %"]
+    head += ["trained, tokens/s", "read, tokens/s", "written, ms/token"]
+    return markdown_table([*head, f"kept after {figures['settings']['far']:,} tokens, MiB", "of 15 checks"], rows)

@@ -5,6 +5,8 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
     DynamicCache,
     StaticCache,
 )
@@ -31,6 +33,17 @@ def build(config: dict, seed: int = 0) -> LonghornForCausalLM:
 @pytest.fixture(scope="module", params=[TINY, HYBRID], ids=["pure", "hybrid"])
 def model(request):
     return build(request.param)
+
+
+@pytest.mark.parametrize(("preset", "percent"), [("125m", 0.46), ("350m", 0.42), ("1.3b", 0.24)])
+def test_parameters_beside_a_mamba_of_the_same_sizes(preset, percent):
+    """Its forgetting is said by its keys, so that it has no matrix A: what docs/experiments.md says of it."""
+    ours = LonghornConfig.preset(preset)
+    names = ("hidden_size", "num_hidden_layers", "state_size", "vocab_size", "tie_word_embeddings")
+    theirs = AutoConfig.for_model("mamba", **{name: getattr(ours, name) for name in names}, pad_token_id=0)
+    with torch.device("meta"):
+        counts = [AutoModelForCausalLM.from_config(config).num_parameters() for config in (ours, theirs)]
+    assert 100 * (1 - counts[0] / counts[1]) == pytest.approx(percent, abs=0.005)
 
 
 # Training

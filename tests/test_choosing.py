@@ -1,0 +1,30 @@
+"""What benchmarks/choosing.py counts, on small models: bytes that are kept, by formula."""
+
+import pytest
+
+from benchmarks import choosing
+
+WIDTH, DEPTH, WINDOW = 128, 4, 16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    sizes = {"WIDTH": WIDTH, "DEPTH": DEPTH, "WINDOW": WINDOW, "VOCABULARY": 64, "TRAINED": 32, "READ": 128}
+    for name, value in {**sizes, "WRITTEN": 2, "FAR": 1000}.items():
+        monkeypatch.setattr(choosing, name, value)
+
+
+# keys and values of each token; x of three tokens and 16 numbers for each of 2 width channels in 2 depth layers;
+# a convolution's inputs and a state in two layers of three, a window's keys and values of one head in the third
+BYTES = {
+    "Llama": 4 * DEPTH * 2 * WIDTH * 1000,
+    "Longhorn": 4 * 2 * DEPTH * 2 * WIDTH * (3 + 16),
+    "RWKV-4": 4 * DEPTH * 5 * WIDTH,
+}
+
+
+@pytest.mark.parametrize("name", [*BYTES, "RecurrentGemma", "OLMo Hybrid", "BST SH"])
+def test_figures(name):
+    found = choosing.figures_of(name, rounds=1)
+    assert found["kept_bytes"] == BYTES.get(name, found["kept_bytes"]) > 0
+    assert min(found.values()) > 0
