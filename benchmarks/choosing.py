@@ -5,7 +5,7 @@
 
 Models of 27 to 36 million random weights, in what `pip install` brings on a CPU: a training step, a prompt, tokens
 written by `generate`, and the bytes of what is kept between two tokens. Each call adds to the results. The page,
-docs/choosing.md, has recall and loss beside them, of smaller models: from `mqar_families`, `mqar_peers` and `families_books`.
+docs/choosing.md, has recall and loss beside them, of smaller models (`mqar_families`, `mqar_peers`, `families_books`).
 """
 
 import argparse
