@@ -30,8 +30,8 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def attention_step_native(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
-    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, layout, *more = inputs
-    scale, zero_kv_sink, mask = more
+    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, layout, *_ = inputs
+    scale, zero_kv_sink, mask = inputs.scale, inputs.zero_kv_sink, inputs.mask
     numbers = [-1 if left is None else left, right, chunk or 0, LAYOUTS.index(layout), int(zero_kv_sink)]
     factors = (None if bias is None else bias.float(), prepared(head_scale))
     sink = (None if logits is None else logits.float(), prepared(of_sink))
