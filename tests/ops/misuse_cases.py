@@ -148,6 +148,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "bias of a block": (token(bias=draw(4, 5), **BLOCK), ValueError, "neither of a block"),
     "bias of fixed slots": (token(bias=draw(4, 5), drops_token=True), ValueError, "nor without k and v"),
     "a layout without a name": (token(layout="shift"), ValueError, "layout='shift' must be one of"),
+    "a block without the token": (
+        token(drops_token=True, **BLOCK), ValueError, "layout='block' is for a token that is kept"),
     "a window of slots by rank": (token(layout="by_rank"), ValueError, "left must be None"),
     "no slot for a token by rank": (
         token(seen=torch.tensor([2, 5]), **BY_RANK), ValueError, "seen must (be below 5|not be negative)"),

@@ -101,6 +101,15 @@ def test_packed_rows_equal_each_alone(name, kind, told_by):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, **tolerance(name))
 
 
+@pytest.mark.parametrize("kept", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layers_that_are_kept_write_under_autocast(name, kept):
+    """Angles make queries and keys float32 there, and values are bfloat16."""
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **kept}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert student(name, "constant").generate(tokens(2, 12), **options).shape == (2, 16)
+
+
 @CASES
 def test_generation_in_all_modes(name, kind):
     """Without a cache, with one, by beams, in a static cache, with prompt lookup, and in a padded batch."""

@@ -20,7 +20,14 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
 from hf_hybrid_ssm.ops.local_attention.inputs import AttentionInputs
 from hf_hybrid_ssm.ops.local_attention.reference import EXAMPLES, local_attention_reference
 from hf_hybrid_ssm.ops.local_attention.sink import check_sink
-from hf_hybrid_ssm.ops.local_attention.slots import append_slot, check_seen, drop_oldest, slot_attention, window_token
+from hf_hybrid_ssm.ops.local_attention.slots import (
+    append_slot,
+    check_seen,
+    drop_oldest,
+    has_step_kernel,
+    slot_attention,
+    window_token,
+)
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(
@@ -198,6 +205,7 @@ __all__ = [
     "document_ranks",
     "drop_oldest",
     "empty_state",
+    "has_step_kernel",
     "local_attention",
     "rolled",
     "slot_attention",

@@ -24,6 +24,11 @@ _OP = Op(
 )
 
 
+def has_step_kernel(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether `slot_attention` runs a kernel there, which reads slots as they are held: torch casts all of them."""
+    return _OP.select(device_type, dtype) not in _OP.builtin.values()
+
+
 def slot_attention(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -155,6 +160,8 @@ def _check_options(
         raise ValueError(f"window={window.limits}: with layout='by_rank', which has slots for all, left must be None.")
     if zero_kv_sink and (left is None or chunk_size is not None):
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
+    if k is None and layout != "free":
+        raise ValueError(f"layout={layout!r} is for a token that is kept: without k and v it must be 'free'.")
     if mask is not None and k is not None:
         raise ValueError("mask is for slots alone: without k and v.")
     if mask is not None and mask.dtype != torch.bool:
