@@ -206,6 +206,15 @@ def test_what_says_nothing_of_itself_is_compiled_and_not_kept(nothing_kept):
     assert not nothing_kept.exists()
 
 
+@pytest.mark.parametrize("variant", ["bst sh s4d", "spade s4 window"])
+def test_constants_that_tracing_computes_are_not_kept(variant, nothing_kept, monkeypatch):
+    """A program of another process would ask for them as inputs."""
+    monkeypatch.setattr(kept_programs, "_made", lambda *_: pytest.fail("a program was made to be kept"))
+    model, otherwise = shallow_language_model(variant), object()
+    step = kept_programs.KeptStep(model, compiled_decoding(), lambda: lambda **inputs: otherwise)
+    assert step(input_ids=prompts(1, 1), cache=StaticCache(config=model.config, max_cache_len=20)) is otherwise
+
+
 def test_a_program_is_kept_for_what_is_traced(monkeypatch):
     """Its name is that of another model with the same modules and other weights, and no other's."""
     peft = pytest.importorskip("peft")

@@ -30,14 +30,14 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def attention_step_native(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
-    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), chunk, layout, *more = inputs
-    scale, zero_kv_sink, mask = more
-    numbers = [-1 if left is None else left, right, chunk or 0, LAYOUTS.index(layout), int(zero_kv_sink)]
+    q, k, v, keys, values, seen, bias, head_scale, logits, of_sink, (left, right), *_ = inputs
+    left, layout = -1 if left is None else left, LAYOUTS.index(inputs.layout)
+    numbers = [left, right, inputs.chunk_size or 0, layout, int(inputs.zero_kv_sink)]
     factors = (None if bias is None else bias.float(), prepared(head_scale))
     sink = (None if logits is None else logits.float(), prepared(of_sink))
     seen = contiguous(seen, torch.int64)
-    dense = (prepared(q), prepared(k), prepared(v), keys, values, seen, *factors, *sink, mask)
-    return _step(_Inputs(*dense, float(scale), numbers)).to(q.dtype), keys, values
+    dense = (prepared(q), prepared(k), prepared(v), keys, values, seen, *factors, *sink, inputs.mask)
+    return _step(_Inputs(*dense, float(inputs.scale), numbers)).to(q.dtype), keys, values
 
 
 class _Inputs(NamedTuple):
