@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from tests.matrix.checks import EVERY_FAMILY, without_dropout
 from tests.models import invariances as inv
@@ -129,6 +130,33 @@ def test_beams_and_samples_do_not_depend_on_the_cache(variant, options):
         settings = {"max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0, "do_sample": False} | options
         texts.append(model.generate(ids, use_cache=use_cache, **settings))
     assert texts[0].tolist() == texts[1].tolist()
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.tokens: list[int | str] = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+@WITH_DECODER
+def test_streams_stops_and_says_scores(variant):
+    """A streamer gets each token and the end; an end token ends; outputs as a dictionary have finite scores."""
+    model, collector = language_model(variant), Collector()
+    ids, options = inv.random_ids(model, 1, 9, 0), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    found = model.generate(ids, streamer=collector, min_new_tokens=5, **options, **more)
+    text = found.sequences[0].tolist()
+    assert collector.tokens == [*text, "end"]
+    assert len(found.scores) == len(found.logits) == 5
+    assert all(torch.isfinite(logits).all() for logits in found.logits)
+    end = text[-3]
+    stopped = model.generate(ids, eos_token_id=end, **options)[0].tolist()
+    assert stopped == text[: len(stopped)] and stopped[-1] == end and len(stopped) <= len(text) - 2
 
 
 @EVERY
