@@ -37,12 +37,10 @@ def logits_of(model: torch.nn.Module, row: str) -> torch.Tensor:
 
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
-    """The model, which drops nothing from now on."""
+    """The model, which drops nothing from now on; in the way of trl and of others."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
     return model
 
 

@@ -155,6 +155,24 @@ def test_a_static_cache_that_is_full_in_compiled_steps(variant):
         step(ids[:, PROMPT + 3 : PROMPT + 4], past_key_values=cache)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@torch.inference_mode()
+def test_drafts_go_on_from_a_cache_that_was_given(model, masked):
+    """transformers 5.24 reads the whole text after its beginning, which is in the cache."""
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    for assistance in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": language_model("longhorn")}):
+        ids, cache = text(1, 20), DynamicCache(config=model.config)
+        mask = torch.ones_like(ids)
+        mask[:, :2] = 0 if masked else 1
+        model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache)
+        longer = model.generate(ids, attention_mask=mask, past_key_values=cache, **assistance, **options)
+        assert cache.get_seq_length() == longer.shape[1] - 1
+        full = torch.cat([mask, torch.ones(1, 8, dtype=torch.long)], 1)
+        close(model(longer[:, -1:], past_key_values=cache).logits, model(longer, attention_mask=full).logits[:, -1:])
+    with pytest.raises(ValueError, match="from a cache of 28 tokens needs input_ids of the whole text, got 5 tokens"):
+        model.generate(ids[:, :5], attention_mask=torch.ones(1, 33), past_key_values=cache, **assistance, **options)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("removed", [1, 3, 8])
 def test_rollback_into_a_forward_of_several_tokens(variant, removed):

@@ -13,6 +13,7 @@ from tests.tiny_models import (
     VARIANTS,
     batch_of,
     compiles,
+    config_of,
     language_model,
     own_language_model,
     shallow_language_model,
@@ -49,6 +50,19 @@ def test_what_stays_float32_is_made_so(variant, dtype):
 
 
 WITH_DECODER = pytest.mark.parametrize("variant", [*VARIANTS, "encoder-decoder", "encoder-decoder relative window"])
+
+
+@pytest.mark.parametrize("variant", [*OF_FAMILIES, "encoder-decoder", "encoder-decoder relative window"])
+def test_all_that_is_dropped_is_dropped_by_modules(variant):
+    """By which other programs turn it off, as trl does in training on preferences. (The attention of a student is its
+    teacher's, in which transformers has a number for it.)"""
+    rates = {name: 0.5 for name in vars(language_model(variant).config) if "dropout" in name}
+    torch.manual_seed(0)
+    model, batch = type(language_model(variant))(config_of(variant, **rates)).train(), batch_of(variant)
+    drops = not torch.equal(model(**batch).logits, model(**batch).logits)
+    assert drops or variant in ("longhorn", "longhorn conv of 2")
+    without_dropout(model)
+    assert torch.equal(model(**batch).logits, model(**batch).logits)
 
 
 @WITH_DECODER

@@ -139,6 +139,7 @@ def test_generating_with_and_without_assistance(variant, path):
     again = load_context(path, model).past_key_values
     found = model.generate(text, past_key_values=again, prompt_lookup_num_tokens=3, **options)
     assert torch.equal(found, model.generate(ids, **options))
+    assert again.get_seq_length() == found.shape[1] - 1  # nothing was read twice
 
 
 def test_the_recorded_past_ends_where_the_file_begins(path):

@@ -33,7 +33,8 @@ class LocalSelfAttention(nn.Module):
         relative_bias: RelativeBias | None = None,
     ):
         super().__init__()
-        self.num_heads, self.window, self.chunk_size, self.dropout = num_heads, Window.of(window), chunk_size, dropout
+        self.num_heads, self.window, self.chunk_size = num_heads, Window.of(window), chunk_size
+        self.dropout = nn.Dropout(dropout)  # a module, as what turns dropout off looks for
         sizes = (hidden_size, hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
         self.relative_bias = relative_bias
@@ -69,7 +70,7 @@ class LocalSelfAttention(nn.Module):
             window=self.window,
             chunk_size=self.chunk_size,
             bias=bias,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout.p if self.dropout.training else 0.0,
             rows=rows,
             initial_state=AttentionState(past["keys"], past["values"], past["seen"]) if past else None,
         )

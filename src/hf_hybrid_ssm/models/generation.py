@@ -48,11 +48,13 @@ class RowsThatEnd(StoppingCriteriaList):
 
 @dataclass
 class _Call:
-    """One running `generate`; `reads_padding` once its next tokens are padding in some rows."""
+    """One running `generate`; `reads_padding` once its next tokens are padding in some rows. `known` tokens at the
+    beginning of an assisted one are in its cache."""
 
     cache_was_given: bool
     rows: RowsThatEnd | None = None
     reads_padding: bool = False
+    known: int = 0
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("the innermost running generate", default=None)
@@ -120,6 +122,9 @@ class HybridGenerationMixin(_Mixed):
         where it finds none.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_GENERATE}
+        call = _CALL.get()
+        if call is not None and call.known and is_first_iteration and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - call.known
         options = {CACHE: cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
         options |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **options)
@@ -140,6 +145,26 @@ class HybridGenerationMixin(_Mixed):
             if generation_config.is_assistant:
                 let_assistant_forget(cache)
                 cache.activate_past_recording()
+
+    def _assisted_decoding(self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which reads the whole text again where a given cache holds its beginning.
+
+        Raises:
+            ValueError: only the new tokens were given, and drafts are looked for in the whole text.
+        """
+        cache, call = kwargs.get(CACHE), _CALL.get()
+        known = 0 if cache is None else int(cache.get_seq_length())
+        if known and call is not None:
+            mask = kwargs.get("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask")
+            dropped = getattr(kwargs["generation_config"], "_mask_length", None)  # of a mask that hid nothing
+            columns = dropped if mask is None else mask.shape[1]
+            if not known < input_ids.shape[1] or columns not in (None, input_ids.shape[1]):
+                raise ValueError(
+                    f"assisted generation from a cache of {known} tokens needs input_ids of the whole text, got "
+                    f"{input_ids.shape[1]} tokens."
+                )
+            call.known = known
+        return super()._assisted_decoding(input_ids, *args, **kwargs)
 
     def _prepare_attention_mask_for_generation(self, inputs: Any, generation_config: Any, model_kwargs: dict) -> Any:
         """No mask where it would hide nothing and positions restart; called where the caller gave none.

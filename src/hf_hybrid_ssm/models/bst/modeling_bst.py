@@ -41,7 +41,7 @@ class BstAttention(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
         self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
-        self.dropout = config.attention_dropout
+        self.dropout = nn.Dropout(config.attention_dropout)
         right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
         self.distances = Window.of((self.window, right))
         self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
@@ -93,7 +93,7 @@ class BstAttention(nn.Module):
             scale=None if self.scale is None else 1.0,
             head_scale=head_scale,
             zero_kv_sink=self.zero_kv_sink,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout.p if self.dropout.training else 0.0,
             rows=rows,
             initial_state=AttentionState(past["keys"], past["values"], past["seen"]) if past else None,
         )

@@ -57,7 +57,7 @@ class LonghornAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling, self.attention_dropout, self.is_causal = self.head_dim**-0.5, config.attention_dropout, True
+        self.scaling, self.dropout, self.is_causal = self.head_dim**-0.5, nn.Dropout(config.attention_dropout), True
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
@@ -82,7 +82,7 @@ class LonghornAttention(nn.Module):
                 return self.o_proj(served.attend(queries, keys, values, scale=self.scaling)), None
             keys, values = cache.update(keys, values, self.layer_idx)
         heads = queries, keys, values
-        name, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
+        name, dropout = self.config._attn_implementation, self.dropout.p if self.dropout.training else 0.0
         held = held_attention(name, rows, *heads, attention_mask, scaling=self.scaling, dropout=dropout)
         if held is not None:
             return self.o_proj(held.flatten(2)), None
@@ -100,7 +100,7 @@ class LonghornAttention(nn.Module):
         """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
         the attention that the configuration names."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.dropout.p if self.dropout.training else 0.0
         output, weights = attend(self, *heads, dropout=dropout, scaling=self.scaling, **options)
         return output.flatten(2), weights
 
@@ -138,7 +138,7 @@ class LonghornWindowAttention(RecurrentMixin, LonghornAttention):
             values,
             window=self.window,
             scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=self.dropout.p if self.dropout.training else 0.0,
             rows=rows,
             initial_state=AttentionState(**past) if past else None,
         )

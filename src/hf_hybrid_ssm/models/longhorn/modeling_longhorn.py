@@ -150,7 +150,7 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
                 _uniform(projection)
             _uniform(module.out_proj, scale)
         elif isinstance(module, LonghornAttention | SwiGLU):
-            *inner, last = module.children()
+            *inner, last = (part for part in module.children() if not isinstance(part, nn.Dropout))
             for part in inner:
                 _uniform(part)
             _uniform(last, scale)

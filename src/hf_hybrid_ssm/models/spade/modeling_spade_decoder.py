@@ -39,7 +39,7 @@ class SpadeCrossAttention(nn.Module):
     def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
         super().__init__()
         self.layer_idx = layer_idx
-        self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
+        self.num_heads, self.dropout = config.num_attention_heads, nn.Dropout(config.attention_dropout)
         sizes = (config.hidden_size, config.hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
@@ -62,7 +62,7 @@ class SpadeCrossAttention(nn.Module):
                 source = {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
                 layer.update_states(packed_rows(length=k.shape[2]), {"keys": k, "values": v, **source})
                 cache.is_updated[self.layer_idx] = True
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout.p if self.dropout.training else 0.0
         y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
