@@ -1,8 +1,9 @@
 """Peers that transformers lacks, as model types to train beside the families; importing this registers them.
 
 `mamba_native` is transformers' Mamba with a scan in C (`peers.c`) instead of a Python loop over time: the same
-weights under the same names. `gated_delta_net` is its Qwen3-Next, whose states start with a memory. `llama_conv` is its Llama with a short convolution before attention. `lstm_lm` is torch's
-LSTM between embeddings and the same embeddings as a head.
+weights under the same names. `gated_delta_net` is its Qwen3-Next, whose states start with a memory. `llama_conv` is
+its Llama with a short convolution before attention. `lstm_lm` is torch's LSTM between embeddings and the same
+embeddings as a head.
 """
 
 import math
@@ -128,8 +129,8 @@ class GatedDeltaNetConfig(Qwen3NextConfig):
     """As transformers' `Qwen3NextConfig`; the steps Δ of its gated delta nets start log-uniformly from
     `time_step_min` to `time_step_max`, as in their official code and as Mamba-2's.
 
-    transformers starts all of them at 1.3, where the state loses all but e^(-1.3 A) at each token, with A uniform up to
-    16: half of the heads forget it within a token, and hardly learn otherwise.
+    transformers starts all of them at 1.3, where the state keeps e^(-1.3 A) from one token to the next, with A uniform
+    up to 16: most heads forget it within a token.
     """
 
     model_type = "gated_delta_net"
