@@ -1,10 +1,12 @@
 """Peers that transformers lacks, as model types to train beside the families; importing this registers them.
 
 `mamba_native` is transformers' Mamba with a scan in C (`peers.c`) instead of a Python loop over time: the same
-weights under the same names. `llama_conv` is its Llama with a short convolution before attention. `lstm_lm` is torch's
-LSTM between embeddings and the same embeddings as a head.
+weights under the same names. `gated_delta_net` is its Qwen3-Next, whose states start with a memory. `llama_conv` is
+its Llama with a short convolution before attention. `lstm_lm` is torch's LSTM between embeddings and the same
+embeddings as a head.
 """
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,8 @@ from transformers import (
     MambaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -119,6 +123,35 @@ class NativeMambaForCausalLM(MambaForCausalLM):
 def short_convolution(x: Tensor, conv: nn.Conv1d, activation: str | None) -> Tensor:
     """Each channel of x (B, L, D) convolved with its own filter of a depthwise `Conv1d`, causally."""
     return causal_conv(x, conv.weight.squeeze(1), conv.bias, activation=activation)[0]
+
+
+class GatedDeltaNetConfig(Qwen3NextConfig):
+    """As transformers' `Qwen3NextConfig`; the steps Δ of its gated delta nets start log-uniformly from
+    `time_step_min` to `time_step_max`, as in their official code and as Mamba-2's.
+
+    transformers starts all of them at 1.3, where the state keeps e^(-1.3 A) from one token to the next, with A uniform
+    up to 16: most heads forget it within a token.
+    """
+
+    model_type = "gated_delta_net"
+
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+
+
+class GatedDeltaNetForCausalLM(Qwen3NextForCausalLM):
+    """As transformers' `Qwen3NextForCausalLM`."""
+
+    config: GatedDeltaNetConfig
+    config_class = GatedDeltaNetConfig
+
+    def __init__(self, config: GatedDeltaNetConfig):
+        super().__init__(config)
+        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+        for name, parameter in self.named_parameters():
+            if name.endswith("dt_bias"):
+                steps = torch.empty_like(parameter).uniform_(low, high).exp()
+                parameter.data = steps + torch.log(-torch.expm1(-steps))  # softplus turns it into the step
 
 
 class ConvolvedLlamaConfig(LlamaConfig):
@@ -234,6 +267,7 @@ class LstmForCausalLM(PreTrainedModel):
 
 for _config, _model in (
     (NativeMambaConfig, NativeMambaForCausalLM),
+    (GatedDeltaNetConfig, GatedDeltaNetForCausalLM),
     (ConvolvedLlamaConfig, ConvolvedLlamaForCausalLM),
     (LstmConfig, LstmForCausalLM),
 ):

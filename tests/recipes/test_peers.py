@@ -9,7 +9,15 @@ import pytest
 import torch
 from _lib.documents import train_tokenizer
 from _lib.peers import selective_scan
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
@@ -212,3 +220,22 @@ def test_what_papers_compare_with_can_be_trained(kind, model_type):
     if kind in ("summarizer", "denoiser"):
         assert model.config.decoder_start_token_id == model.config.pad_token_id == tokenizer.pad_token_id
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[0] == 1
+
+
+def test_a_gated_delta_net_starts_with_a_memory_and_is_qwen3_next_else(tmp_path):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_experts": 0}
+    sizes |= {"layer_types": ["linear_attention"] * 2, "mlp_only_layers": [0, 1], "use_cache": False}
+    sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    config = AutoConfig.for_model("gated_delta_net", **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    steps = {name: value for name, value in model.named_parameters() if name.endswith("dt_bias")}
+    assert len(steps) == 2
+    for value in steps.values():
+        step = torch.nn.functional.softplus(value)
+        assert 0.001 <= step.min() < 0.01 < step.max() <= 0.1
+    model.save_pretrained(tmp_path)
+    theirs = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)).eval()
+    theirs.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 50, (2, 20))
+    for other in (theirs, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=0, atol=0)
