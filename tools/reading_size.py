@@ -17,17 +17,17 @@ from pathlib import Path
 import hf_hybrid_ssm
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, Module
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
-from hf_hybrid_ssm.models.families import FAMILIES, family_of
+from hf_hybrid_ssm.models import FAMILIES, family_of
 from hf_hybrid_ssm.models.family import Family
 
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 # modules of options that are off in a family's default configuration, by model type
 OPTIONAL = {
     "longhorn": ("models.longhorn.attention_longhorn",),
-    "bst": ("models.bst.multi_filter", "models.bst.block_grid", "models.bst.recurrent_states", "models.bst.retrieval"),
+    "bst": ("models.bst.block_states", "models.bst.recurrent_states", "models.bst.retrieval"),
     "lmu_isa": ("layers.local_self_attention",),
-    "spade": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
-    "spade_seq2seq": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
+    "spade": ("models.spade.options_spade",),
+    "spade_seq2seq": ("models.spade.options_spade",),
 }
 
 

@@ -20,7 +20,7 @@ from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
-from hf_hybrid_ssm.models.families import family_of, owner_of
+from hf_hybrid_ssm.models import family_of, owner_of
 from hf_hybrid_ssm.models.family import Family
 
 logger = logging.getLogger(__name__)
