@@ -229,10 +229,10 @@ class StackOfCheckpoint(PreTrainedModel):
             kwargs["config"].causal_classifier = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def _refuse_to_be_new(self, source: Any, info: dict[str, Any]) -> None:
-        """As for any model, except where an encoder was asked for, of whatever checkpoint."""
-        if getattr(self.config, "causal_classifier", None) is not False:
-            super()._refuse_to_be_new(source, info)
+    @property
+    def may_be_new(self) -> bool:
+        """An encoder was asked for, of whatever checkpoint."""
+        return getattr(self.config, "causal_classifier", None) is False
 
 
 def _is_causal(architectures: list[str] | None) -> bool:
@@ -306,11 +306,12 @@ class SpadeLMHead(LMHead):
                 "language model reads one text of tokens."
             )
 
-    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:
+    def _build_head(self, config: SpadeConfig) -> None:
         if config.adaptive_cutoffs is None:
-            return super()._build_lm_head(config)
-        self._tied_weights_keys = {}  # it reads the embeddings themselves
-        return AdaptiveSoftmax(self.model, config.adaptive_dropout)
+            super()._build_head(config)
+        else:
+            self._tied_weights_keys = {}  # it reads the embeddings themselves
+            self.lm_head = AdaptiveSoftmax(self.model, config.adaptive_dropout)
 
     def _uses_fused_loss(self) -> bool:
         is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)
