@@ -46,10 +46,11 @@ def files_of(model_type: str, every_option: bool = False) -> list[Path]:
 
 
 def _other_mixers(family: Family) -> set[str]:
-    """The modules of the mixers that the family's default configuration does not choose."""
+    """The modules of the mixers that the family's default configuration does not choose, and that its own does not
+    need."""
     chosen = getattr(getattr(hf_hybrid_ssm, family.config)(), "ssm_type", None)
-    used = MIXERS[chosen].__module__ if chosen else None
-    return {mixer.__module__ for mixer in MIXERS.values()} - {used}
+    used = {module.name for module in _reached([MIXERS[chosen].__module__], set())} if chosen else set()
+    return {mixer.__module__ for mixer in MIXERS.values()} - used
 
 
 def optional_modules(model_type: str) -> set[str]:

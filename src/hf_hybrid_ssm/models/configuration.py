@@ -106,6 +106,7 @@ class HybridConfigMixin(SavedWithCode):
     and meanings (of windows, dropouts, state sizes) are not ours.
     """
 
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]] | None] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states"], ["hidden_states"]),
