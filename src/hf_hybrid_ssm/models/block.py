@@ -46,13 +46,15 @@ class RecurrentMixin:
             room = None if layer is None else layer.max_cache_len
             rows = replace(rows, return_final_state=layer is not None, capacity=room)
         states: States = {} if layer is None else layer.states_before()
-        inputs = tuple(rows.unpad(x) for x in inputs)
+        if rows.padding is not None:
+            inputs = tuple(rows.unpad(x) for x in inputs)
         if layer is not None and rows.overwrites_states:
             layer.is_torn = True  # until the states after this token are all there
-        y, states_after = self.forward_rows(*inputs, past=rows.continued(states), rows=rows, **options)
+        past = states if rows.starts_new_document is None else rows.continued(states)
+        y, states_after = self.forward_rows(*inputs, past=past, rows=rows, **options)
         if layer is not None:
             layer.update_states(rows, states_after, partial(self._recompute, inputs, states, options))
-        return rows.repad(y)
+        return y if rows.padding is None else rows.repad(y)
 
     def _recompute(
         self, inputs: tuple[torch.Tensor, ...], states: States, options: dict[str, Any], first: PackedRows
