@@ -6,7 +6,6 @@ operation. Only a cache that bears the mark is looked at, by the next call.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -85,14 +84,10 @@ def read_rows(cache: Cache | None, shape: torch.Size | tuple[int, ...], **inputs
         return_final_state=cache is not None,
         capacity=layers[0].max_cache_len if layers else None,
         has_states=bool(layers),
-        may_overwrite=partial(_may_overwrite, layers),
+        # a step may compute the next states of all layers in place of those in the cache
+        may_overwrite=lambda: not [layer for layer in layers if layer.states and not layer.may_be_overwritten()],
         **inputs,
     )
-
-
-def _may_overwrite(layers: list[RecurrentStateLayer]) -> bool:
-    """Whether a step may compute the next states of all layers in place of those in the cache."""
-    return not [layer for layer in layers if layer.states and not layer.may_be_overwritten()]
 
 
 FITTERS: dict[str, Callable[[Any, Any], None]] = {}
