@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,10 +182,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
                 layers is in the checkpoint, which holds another stack or was saved from a wrapper.
         """
-        load = super().from_pretrained
-        if HOOKS.load is not None:
-            load = partial(HOOKS.load, load, teacher=teacher)
-        return load(pretrained_model_name_or_path, *args, **kwargs)
+        assert HOOKS.load is not None  # exported code fills it at the end of its file
+        return HOOKS.load(super().from_pretrained, pretrained_model_name_or_path, *args, teacher=teacher, **kwargs)
 
     # -- saving with code ---------------------------------------------------------------------------------------
 

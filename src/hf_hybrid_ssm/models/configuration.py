@@ -41,7 +41,7 @@ DERIVED: Any = None
 @dataclasses.dataclass
 class Hooks:
     """What the levels above models add to loading, saving and generation, filled in by `hf_hybrid_ssm.auto`: models
-    import nothing from above. A folder's code runs alone: there they stay empty, but for `load`.
+    import nothing from above. Exported code runs alone, with `load` and `register_layer_types` of its own.
 
     Args:
         check_configuration: raises a ValueError if a saved configuration, of a class, holds what it may not.
