@@ -44,7 +44,7 @@ import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.hub import card_of_folder, check_folder, export_code
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.writing import write_whole
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 
 SUMS = "SHA256SUMS"
 # not taught to converse: the messages follow each other as paragraphs, and the model goes on

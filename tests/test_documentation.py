@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks.tables import rendered
 from hf_hybrid_ssm.cli import COMMANDS
 from hf_hybrid_ssm.hub.sources import needed_modules
-from hf_hybrid_ssm.models.families import FAMILIES, family_of
+from hf_hybrid_ssm.models import FAMILIES, family_of
 from tests import reporting
 
 ROOT = Path(__file__).parents[1]

@@ -169,7 +169,7 @@ def test_a_mixer_is_one_file_and_two_entries_and_a_family_around_it_a_folder(cop
     attached = (copy.package / "models/bst/__init__.py").read_text().partition("FAMILIES = ")
     lines = [*without_registration, "from hf_hybrid_ssm.lazy import attach", "".join(attached[1:])]
     copy.add("models/leaky/__init__.py", "\n".join(lines))
-    copy.replace("models/families.py", '    "longhorn",\n', '    "longhorn",\n    "leaky",\n')
+    copy.replace("models/__init__.py", '    "longhorn",\n', '    "longhorn",\n    "leaky",\n')
     copy.run("-c", USE_MIXER)
     copy.runs_without_package("bst", "leaky")
 

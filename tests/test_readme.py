@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests import processes
 
 ROOT = Path(__file__).parents[1]

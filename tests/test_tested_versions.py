@@ -89,7 +89,7 @@ def test_doctor_shows_lowest_newest_and_installed(monkeypatch):
 
 def test_code_of_exported_folders_says_it_too():
     from hf_hybrid_ssm.hub.export import code_of
-    from hf_hybrid_ssm.models.families import FAMILIES
+    from hf_hybrid_ssm.models import FAMILIES
 
     for family in FAMILIES:
         text = "\n".join(code_of(family.model_type).values())

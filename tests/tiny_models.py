@@ -21,8 +21,8 @@ from transformers import (
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm import students
+from hf_hybrid_ssm.models import FAMILIES
 from hf_hybrid_ssm.models.cache import fit_cache
-from hf_hybrid_ssm.models.families import FAMILIES
 
 compiles = pytest.mark.skipif(
     torch.__version__.startswith("2.6"),

@@ -13,7 +13,7 @@ import yaml
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.hub import model_card
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 # presets without a card: tasks of the Long Range Arena, sizes that the paper does not have, and its baselines

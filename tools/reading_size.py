@@ -17,17 +17,17 @@ from pathlib import Path
 import hf_hybrid_ssm
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, Module
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
-from hf_hybrid_ssm.models.families import FAMILIES, family_of
+from hf_hybrid_ssm.models import FAMILIES, family_of
 from hf_hybrid_ssm.models.family import Family
 
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 # modules of options that are off in a family's default configuration, by model type
 OPTIONAL = {
     "longhorn": ("models.longhorn.attention_longhorn",),
-    "bst": ("models.bst.multi_filter", "models.bst.block_grid", "models.bst.recurrent_states", "models.bst.retrieval"),
+    "bst": ("models.bst.block_states", "models.bst.recurrent_states", "models.bst.retrieval"),
     "lmu_isa": ("layers.local_self_attention",),
-    "spade": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
-    "spade_seq2seq": ("models.spade.adaptive_vocabulary", "models.spade.long_range_arena"),
+    "spade": ("models.spade.options_spade",),
+    "spade_seq2seq": ("models.spade.options_spade",),
 }
 
 
@@ -46,10 +46,11 @@ def files_of(model_type: str, every_option: bool = False) -> list[Path]:
 
 
 def _other_mixers(family: Family) -> set[str]:
-    """The modules of the mixers that the family's default configuration does not choose."""
+    """The modules of the mixers that the family's default configuration does not choose, and that its own does not
+    need."""
     chosen = getattr(getattr(hf_hybrid_ssm, family.config)(), "ssm_type", None)
-    used = MIXERS[chosen].__module__ if chosen else None
-    return {mixer.__module__ for mixer in MIXERS.values()} - {used}
+    used = {module.name for module in _reached([MIXERS[chosen].__module__], set())} if chosen else set()
+    return {mixer.__module__ for mixer in MIXERS.values()} - used
 
 
 def optional_modules(model_type: str) -> set[str]:

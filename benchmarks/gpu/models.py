@@ -17,7 +17,7 @@ import hf_hybrid_ssm
 from benchmarks.gpu.families import FAMILIES, ROWS, small
 from benchmarks.gpu.settings import Settings
 from benchmarks.timing.models import TOKENS, batch_of, config_fields, random_rows
-from hf_hybrid_ssm.models.families import FAMILIES as DECLARED
+from hf_hybrid_ssm.models import FAMILIES as DECLARED
 from hf_hybrid_ssm.ops.core.dispatch import backend
 
 # outputs and gradients: sums in another order turn a few units of a ReLU, and bfloat16 rounds every layer's results

@@ -5,7 +5,7 @@ Importing the package registers its families with transformers' Auto classes; ev
 
 from hf_hybrid_ssm.auto import register
 from hf_hybrid_ssm.lazy import attach
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from hf_hybrid_ssm.students.family import FAMILY as STUDENT
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_hybrid_ssm.models.families import FAMILIES, OTHERS, owner_of
+from hf_hybrid_ssm.models import FAMILIES, OTHERS, owner_of
 from hf_hybrid_ssm.models.family import Family
 from hf_hybrid_ssm.students.family import FAMILY as STUDENT
 from hf_hybrid_ssm.tested_versions import warn_of_untested_transformers

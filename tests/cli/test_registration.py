@@ -81,7 +81,7 @@ def test_classes_are_found_by_their_names_in_the_library():
     """Servers and pipelines look up `architectures`; transformers' own names stay its own."""
     code = """
 import hf_hybrid_ssm, transformers
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 for family in FAMILIES:
     for name in family.names:
         assert getattr(transformers, name) is getattr(hf_hybrid_ssm, name), name

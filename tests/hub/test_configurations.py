@@ -7,8 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_hybrid_ssm.hub.configurations import check_fields, config_of_folder, new_config, with_fields
-from hf_hybrid_ssm.models import configuration
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES, configuration
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 
 

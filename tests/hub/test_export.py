@@ -17,7 +17,7 @@ import hf_hybrid_ssm
 from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.export import auto_class_of, code_of
 from hf_hybrid_ssm.hub.verify_files import seal
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests import processes
 from tests.hub.without_package import answer

@@ -3,9 +3,10 @@
     python without_package.py FOLDER [FOLDER ...]
 
 Loads each with `trust_remote_code=True`, answers, trains two steps, saves, loads that, and leaves in FOLDER/answers
-what it got.
+what it got. Weights that a wrapper saved are refused.
 """
 
+import shutil
 import sys
 
 if __name__ == "__main__":  # whatever is installed: importing it fails here
@@ -14,7 +15,7 @@ if __name__ == "__main__":  # whatever is installed: importing it fails here
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 
@@ -42,6 +43,17 @@ def train(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     return losses
 
 
+def check_wrapped_weights_are_refused(folder: Path, auto: type) -> None:
+    file = folder / "model.safetensors"
+    save_file({f"module.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    try:
+        auto.from_pretrained(folder, trust_remote_code=True)
+    except ValueError as error:
+        assert "was saved from a wrapper, as its 'module." in str(error), error
+    else:
+        raise AssertionError(f"{folder} was loaded with random weights")
+
+
 def main(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -60,6 +72,7 @@ def main(folder: Path) -> None:
         options = {"trust_remote_code": True, "num_labels": 3}
         classifier = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
         assert classifier(input_ids=ids).logits.shape == (2, 3)
+    check_wrapped_weights_are_refused(Path(shutil.copytree(again_folder, folder / "wrapped")), auto)
     save_file(found, folder / "answers")
 
 

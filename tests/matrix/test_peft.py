@@ -22,7 +22,7 @@ from peft import (
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import register
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, GREEDY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.inputs import LISTED
 from hf_hybrid_ssm.models.outputs import CACHE

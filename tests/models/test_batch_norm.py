@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.spade.long_range_arena import TimeBatchNorm
+from hf_hybrid_ssm.models.spade.options_spade import TimeBatchNorm
 from tests.tiny_models import SEQ2SEQ, SPADE, TOKENS, classes_of, inputs_for
 
 CLASSES = [*classes_of("spade batchnorm"), *classes_of("encoder-decoder")]

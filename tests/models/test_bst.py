@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
-from hf_hybrid_ssm.models.bst.block_grid import block_grid
+from hf_hybrid_ssm.models.bst.block_states import block_grid
 from hf_hybrid_ssm.ops.core.l2_normalise import scaled_queries
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS
 from tests.models import invariances as inv

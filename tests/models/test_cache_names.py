@@ -137,8 +137,7 @@ def test_configurations_leave_the_cache_out_of_evaluation(variant):
 
 
 # where the old name must stand: the table of names, fields that others read, and models of transformers
-BOTH_STAND = {"outputs.py", "context.py", "peers.py", "comparison.py", "timing/models.py"}
-BOTH_STAND |= {f"configuration_{family}.py" for family in ("bst", "lmu_isa", "longhorn", "spade")}
+BOTH_STAND = {"outputs.py", "models/configuration.py", "context.py", "peers.py", "comparison.py", "timing/models.py"}
 
 
 def test_the_name_of_one_version_stands_nowhere_else():

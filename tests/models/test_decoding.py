@@ -6,7 +6,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, state_layer
 from hf_hybrid_ssm.models.packing import packed_rows
-from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer, StateAndKeysLayer
+from hf_hybrid_ssm.models.state_layers import RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.tiny_models import (
@@ -273,10 +273,9 @@ def test_precomputed_constants_follow_the_weights(variant):
     check(model.double())
 
 
-@pytest.mark.parametrize("kind", [RecurrentStateLayer, StateAndKeysLayer])
-def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
+def test_states_that_nothing_recomputes_are_undone_as_a_whole():
     """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
-    layer = kind()
+    layer = RecurrentStateLayer()
     layer.activate_past_recording()
     for length in (3, 1):
         layer.update_states(packed_rows(length=length), {"state": torch.full((2, 1), float(length))})

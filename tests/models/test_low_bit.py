@@ -12,7 +12,7 @@ import torch
 
 from hf_hybrid_ssm import LmuIsaForSequenceClassification, LmuIsaModel, LowBitConfig, use_float32_products
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, assert_near, check_generation, logits_of
 from tests.tiny_models import COMBINATIONS, FEW, TOKENS, build, language_model, own_language_model

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests.tiny_models import CASES, ROWS, SIZES, built, language_model
 
 FIELDS = dict(reversed(CASES.values()))  # the first of each

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from transformers import PreTrainedConfig
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
+from hf_hybrid_ssm.models.spade.modeling_spade import StackOfCheckpoint
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src/hf_hybrid_ssm"
@@ -23,10 +25,13 @@ ROW = re.compile(r"^\| (`[^|]*`) \| ([^|]*) \| `(tests/[\w/.]+)::(test_\w+)` \|$
 def names_set_by(path):
     """What Python passes by keyword, has in a dictionary, or assigns as an attribute or item; the keys of a YAML
     file."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".yaml":
+    return names_set_in(path.read_text(encoding="utf-8"), path.suffix)
+
+
+def names_set_in(text, suffix=".py"):
+    if suffix == ".yaml":
         return set(re.findall(r"\b(\w+):", text))
-    if path.suffix == ".md":
+    if suffix == ".md":
         text = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     names = set()
     for node in ast.walk(ast.parse(text)):
@@ -47,9 +52,8 @@ def set_somewhere():
     """By recipes, benchmarks, converters, memories of students, and by what chooses the stack of a checkpoint."""
     folders = [(ROOT / "recipes", "*.py"), (ROOT / "recipes/configs", "*.yaml"), (ROOT / "benchmarks", "*.py")]
     folders += [(SRC / "students", "*.py"), (SRC / "upcycle", "*.py"), (SRC / "hub/official", "*.py")]
-    folders += [(SRC / "models", "base_of_checkpoint.py")]
     paths = [path for folder, pattern in folders for path in folder.rglob(pattern)] + [ROOT / "docs/upcycling.md"]
-    return set().union(*map(names_set_by, paths))
+    return names_set_in(inspect.getsource(StackOfCheckpoint)).union(*map(names_set_by, paths))
 
 
 def options_of(config_class):

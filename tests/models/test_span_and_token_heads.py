@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, pipeline
 
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests.tiny_models import EVERY, HEADED, config_of, ids_of
 
 HEADS = {

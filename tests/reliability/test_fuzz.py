@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.families import FAMILIES as DECLARED
+from hf_hybrid_ssm.models import FAMILIES as DECLARED
 from tests.memory import in_own_memory
 from tests.reliability.drawing import Fields, crossed, legal
 from tests.reliability.test_roundtrips import differences

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests.reliability.refusals import assert_refused, mistakes
 from tests.tiny_models import EVERY, class_with_loss, classes_of, config_of
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits
 from tests.reporting import THOROUGH

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.spade.long_range_arena import ScaleNorm
+from hf_hybrid_ssm.models.spade.options_spade import ScaleNorm
 from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving.model_identity import architecture, identity_now, model_identity, unknown_code
 from tests.models.invariances import random_ids

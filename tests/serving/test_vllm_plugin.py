@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import hf_hybrid_ssm.serving
-from hf_hybrid_ssm.models.families import FAMILIES, OTHERS
+from hf_hybrid_ssm.models import FAMILIES, OTHERS
 from hf_hybrid_ssm.serving import vllm_plugin
 from tests.cli.folders import python
 from tests.serving.students import EVERY_STUDENT, FULL_STUDENTS, STUDENTS, student_model

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import add_json, check_writable, parser_of, value_of
-from hf_hybrid_ssm.models.families import FAMILIES
+from hf_hybrid_ssm.models import FAMILIES
 
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 

@@ -21,8 +21,8 @@ from hf_hybrid_ssm.hub.markdown import code_span, escaped
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.tables import tables_of
 from hf_hybrid_ssm.hub.verify_files import check_folder
+from hf_hybrid_ssm.models import family_of
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
-from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.models.family import CardText, Family
 from hf_hybrid_ssm.students.family import WITHOUT_ATTENTION
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.saved_configuration import check_saved_configuration
 from hf_hybrid_ssm.hub.verify_files import read_config
-from hf_hybrid_ssm.models.families import family_of
+from hf_hybrid_ssm.models import family_of
 from hf_hybrid_ssm.students.family import FAMILY as STUDENTS
 
 # transformers takes these as arguments of every configuration, besides its fields

@@ -20,7 +20,7 @@ from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
-from hf_hybrid_ssm.models.families import family_of, owner_of
+from hf_hybrid_ssm.models import family_of, owner_of
 from hf_hybrid_ssm.models.family import Family
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ NAMED = (
     "# transformers copies the files that a file names; a configuration that is saved alone brings its models along\n"
     "if TYPE_CHECKING:"
 )
-VERSIONS = "hf_hybrid_ssm.tested_versions"
+# beside what models import, and what is done with it at the end of their file
+BESIDE = ("hf_hybrid_ssm.tested_versions", "hf_hybrid_ssm.hub.loaded_layers")
+AT_THE_END = "\nwarn_of_untested_transformers(transformers.__version__)\nHOOKS.load = load_layers\n"
 
 
 def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: str | os.PathLike | None = None) -> Path:
@@ -153,7 +155,7 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
 def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _exportable(model_type)
-    modules = needed_modules(sorted({family.module_of[name] for name in family.names} | {VERSIONS}))
+    modules = needed_modules(sorted({family.module_of[name] for name in family.names} | {*BESIDE}))
     own, own_level = _file_of_class(family, family.config), family.package.split(".")[1]
 
     def file_of(module: str) -> str:
@@ -166,7 +168,7 @@ def code_of(model_type: str) -> dict[str, str]:
             return rest[0] if rest[0] in ("configuration", "modeling") else "student_parts"
         if level == "models" and len(rest) == 1:  # all configurations, and what they share, are one file
             return own if rest[0].endswith("configuration") else "model_parts"
-        if not rest:  # of the package itself
+        if not rest or level == "hub":  # `BESIDE`
             return "model_parts"
         if own_level == "students":  # theirs are the memories of the families
             return "memories"
@@ -175,7 +177,7 @@ def code_of(model_type: str) -> dict[str, str]:
         return rest[-1] if rest[-1].startswith("modeling") else f"layers_{rest[0]}"
 
     texts = flatten(modules, file_of)
-    texts["model_parts"] += "\nwarn_of_untested_transformers(transformers.__version__)\n"
+    texts["model_parts"] += AT_THE_END
     heads = dict(place.split(".") for place in auto_map_of(model_type).values() if not place.startswith(f"{own}."))
     named = "\n".join(f"    from .{file} import {name}  # noqa: F401" for file, name in sorted(heads.items()))
     texts[own] = f"from typing import TYPE_CHECKING\n\n{texts[own]}\n\n{NAMED}\n{named}\n"

@@ -6,32 +6,35 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_hybrid_ssm.hub.delta_files import is_delta
+from hf_hybrid_ssm.hub.loaded_layers import check_layers, load_layers
 from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
 
 
 def load(
-    usual: Callable[..., tuple[Any, dict[str, Any]]],
+    usual: Callable[..., Any],
     source: Any,
     *args: Any,
     teacher: str | os.PathLike | None = None,
     **options: Any,
-) -> tuple[Any, dict[str, Any]]:
-    """A model, and what `output_loading_info` tells: a delta with its teacher, a folder whose weights are all there.
+) -> Any:
+    """What `usual` returns, of a delta with its teacher, or of a folder whose weights are all there.
 
     Args:
         usual: `from_pretrained` of transformers.
         source, teacher: as of `HybridPreTrainedModel.from_pretrained`.
 
     Raises:
-        ValueError: a weight file is missing or truncated; or the teacher of a delta is not given, or is another one.
+        ValueError: a weight file is missing or truncated; the teacher of a delta is not given, or is another one; or
+            as of `check_layers`.
     """
     if teacher is not None or is_delta(source):
         delta = importlib.import_module("hf_hybrid_ssm.upcycle.delta")
         if (arguments := delta.loading_arguments(source, teacher, options)) is not None:
-            model, told = usual(None, *args, **arguments)
+            model, told = usual(None, *args, **arguments | {"output_loading_info": True})
             model.name_or_path = model.config.name_or_path = str(source)
-            return model, told
+            check_layers(model, source, told)
+            return (model, told) if options.get("output_loading_info") else model
     reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & options.keys()
     if not reads_others and options.get("use_safetensors") is not False:
         check_weights_if_local(source)
-    return usual(source, *args, **options)
+    return load_layers(usual, source, *args, **options)

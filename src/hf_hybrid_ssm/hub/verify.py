@@ -34,7 +34,7 @@ from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
 from hf_hybrid_ssm.hub.reading import check_readable, check_regular, read_any_json, read_json, read_text
 from hf_hybrid_ssm.hub.verify_files import ADAPTER_CONFIG, check_folder, tensors_of, weight_files, weights_name
-from hf_hybrid_ssm.models.families import family_of
+from hf_hybrid_ssm.models import family_of
 
 SUMS = "SHA256SUMS"
 STUDENT = "hybrid_student"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_hybrid_ssm.hub.loaded_layers import WRAPPERS
 from hf_hybrid_ssm.hub.one_line import few, in_one_line
-from hf_hybrid_ssm.models.base import WRAPPERS
 
 
 def load_whole(auto_class: Any, source: Any, **options: Any) -> PreTrainedModel:

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +16,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.models.cache import (
-    begin_forward,
-    finish_forward,
-    prepare_cache,
-    read_rows,
-)
+from hf_hybrid_ssm.models.cache import begin_forward, finish_forward, prepare_cache, read_rows
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module)\.")
-"""In the name of a tensor: DistributedDataParallel, torch.compile or FSDP was saved."""
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -190,42 +182,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
                 layers is in the checkpoint, which holds another stack or was saved from a wrapper.
         """
-        load = super().from_pretrained
-        if HOOKS.load is not None:
-            load = partial(HOOKS.load, load, teacher=teacher)
-        elif teacher is not None:
-            raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
-        tells = kwargs.pop("output_loading_info", False)
-        model, info = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
-            model._refuse_to_be_new(pretrained_model_name_or_path, info)
-        return (model, info) if tells else model
-
-    def _refuse_to_be_new(self, source: Any, info: dict[str, Any]) -> None:
-        """A ValueError if nothing of the layers and embeddings came from the checkpoint: it is of another stack, or
-        was saved from a wrapper.
-
-        A new head on layers that were loaded is what fine-tuning begins with.
-        """
-        prefix = "" if self.base_model is self else f"{self.base_model_prefix}."
-        tied = getattr(self, "all_tied_weights_keys", None) or {}  # which no report names
-        names = {f"{prefix}{name}" for name, _ in self.base_model.named_parameters()}
-        wanted = names - tied.keys() - set(tied.values())
-        holds = next(iter(getattr(self.config, "architectures", None) or []), "another model")
-        if not wanted or not wanted <= info["missing_keys"]:
-            return
-        some = min(wanted)
-        for name in sorted(info["unexpected_keys"]):
-            if name.endswith(f".{some}") or WRAPPERS.sub("", name) in wanted:
-                raise ValueError(
-                    f"{str(source)!r} was saved from a wrapper, as its {name!r} says: save the model inside of it "
-                    "instead."
-                )
-        if holds != type(self).__name__:
-            raise ValueError(
-                f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
-                f"which would be random: load it as a {holds}, or make a new model with from_config."
-            )
+        assert HOOKS.load is not None  # exported code fills it at the end of its file
+        return HOOKS.load(super().from_pretrained, pretrained_model_name_or_path, *args, teacher=teacher, **kwargs)
 
     # -- saving with code ---------------------------------------------------------------------------------------
 

@@ -6,14 +6,13 @@ operation. Only a cache that bears the mark is looked at, by the next call.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.configuration import STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.state_layers import Recompute, RecurrentStateLayer
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
@@ -85,14 +84,10 @@ def read_rows(cache: Cache | None, shape: torch.Size | tuple[int, ...], **inputs
         return_final_state=cache is not None,
         capacity=layers[0].max_cache_len if layers else None,
         has_states=bool(layers),
-        may_overwrite=partial(_may_overwrite, layers),
+        # a step may compute the next states of all layers in place of those in the cache
+        may_overwrite=lambda: not [layer for layer in layers if layer.states and not layer.may_be_overwritten()],
         **inputs,
     )
-
-
-def _may_overwrite(layers: list[RecurrentStateLayer]) -> bool:
-    """Whether a step may compute the next states of all layers in place of those in the cache."""
-    return not [layer for layer in layers if layer.states and not layer.may_be_overwritten()]
 
 
 FITTERS: dict[str, Callable[[Any, Any], None]] = {}
@@ -147,13 +142,14 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     for index, layer in enumerate(layers):
         _check_content(layer, index, config.model_type, batch_size)
     check_finished(cache)
-    _check_room(cache, length)
+    _check_room(cache, layer_types, length)
     return cache
 
 
-def _check_room(cache: Cache, length: int) -> None:
+def _check_room(cache: Cache, layer_types: list[str], length: int) -> None:
     """Attention to all tokens so far needs the keys of each; layers with a state or a window go on past any length."""
-    rooms = [layer.max_cache_len for layer in cache.layers if layer.is_compileable and _keeps_all_tokens(layer)]
+    static = [(layer, kind) for layer, kind in zip(cache.layers, layer_types) if layer.is_compileable]
+    rooms = [layer.max_cache_len for layer, kind in static if _keeps_all_tokens(layer, kind)]
     if not rooms:
         return
     past = tokens_and_packing_state(cache)[0]
@@ -167,9 +163,11 @@ def _check_room(cache: Cache, length: int) -> None:
         raise IndexError(message.format(f"{length} after {past}"))
 
 
-def _keeps_all_tokens(layer: Any) -> bool:
+def _keeps_all_tokens(layer: Any, kind: str) -> bool:
     """A layer of transformers that has no keys (a convolution, a recurrence) knows of no window either."""
-    return layer.keeps_all_tokens if is_recurrent_state_layer(layer) else not getattr(layer, "is_sliding", True)
+    if is_recurrent_state_layer(layer):
+        return kind == STATE_AND_KEYS_LAYER_TYPE
+    return not getattr(layer, "is_sliding", True)
 
 
 def _check_content(layer: Any, index: int, model_type: str, batch_size: int) -> None:

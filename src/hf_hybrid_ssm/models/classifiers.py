@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from hf_hybrid_ssm.models.heads import Head, Logits
+from hf_hybrid_ssm.models.heads import INPUTS, Head, Logits
 from hf_hybrid_ssm.models.inputs import INTEGERS, check_integers, check_shape
 from hf_hybrid_ssm.models.outputs import SequenceClassifierWithCache, by_both_cache_names
 from hf_hybrid_ssm.ops.core.checks import can_read_values
@@ -266,14 +266,10 @@ class QuestionAnsweringHead(Head):
             The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
             which is a mean over all rows.
         """
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds}
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
         is_asked = start_positions is not None or end_positions is not None
-        return self._forward(inputs, (start_positions, end_positions) if is_asked else None, {}, kwargs)
+        targets = (start_positions, end_positions) if is_asked else None
+        return self._forward(dict(zip(INPUTS, inputs)), targets, {}, kwargs)
 
     def _logits(self, hidden_states: torch.Tensor) -> Logits:
         return self.qa_outputs(hidden_states).unbind(-1)

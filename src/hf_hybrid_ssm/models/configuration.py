@@ -41,11 +41,11 @@ DERIVED: Any = None
 @dataclasses.dataclass
 class Hooks:
     """What the levels above models add to loading, saving and generation, filled in by `hf_hybrid_ssm.auto`: models
-    import nothing from above. In exported code they stay empty, for a folder's code runs alone.
+    import nothing from above. Exported code runs alone, with `load` and `register_layer_types` of its own.
 
     Args:
         check_configuration: raises a ValueError if a saved configuration, of a class, holds what it may not.
-        load: `from_pretrained` of transformers and its arguments → a model and what `output_loading_info` tells.
+        load: `from_pretrained` of transformers and its arguments → what it returns.
         generate: model, its `generate`, a cache of prefixes or None, arguments → what `generate` returns.
         save_configuration: configuration with an `auto_map`, its `save_pretrained`, arguments → None.
         choose_code: model, whether its code is to be saved with it, folder or None → None.
@@ -53,7 +53,7 @@ class Hooks:
     """
 
     check_configuration: Callable[[Any, type], None] | None = None
-    load: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+    load: Callable[..., Any] | None = None
     generate: Callable[..., Any] | None = None
     save_configuration: Callable[..., None] | None = None
     choose_code: Callable[..., None] | None = None
@@ -106,6 +106,7 @@ class HybridConfigMixin(SavedWithCode):
     and meanings (of windows, dropouts, state sizes) are not ours.
     """
 
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]] | None] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states"], ["hidden_states"]),

@@ -19,6 +19,8 @@ from hf_hybrid_ssm.models.inputs import check_labels
 from hf_hybrid_ssm.models.outputs import CACHE, CausalLMOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
+INPUTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache", "seq_idx")
+"""Of every head's base model, beside what transformers gives to any forward."""
 Logits = Any
 """A tensor, or those of the start and of the end of a span; None where a fused loss never held them."""
 Predicted = tuple[Logits, torch.Tensor | None]
@@ -83,13 +85,8 @@ class Head:
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
         """
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
-        return self._forward(inputs, labels, {}, kwargs)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, seq_idx)
+        return self._forward(dict(zip(INPUTS, inputs)), labels, {}, kwargs)
 
     def _forward(self, inputs: dict[str, Any], targets: Any, options: dict[str, Any], kwargs: Any) -> Any:
         """
@@ -113,10 +110,7 @@ class LMHead(Head):
     _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}
 
     def _build_head(self, config: Any) -> None:
-        self.lm_head = self._build_lm_head(config)
-
-    def _build_lm_head(self, config: Any) -> nn.Module:
-        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
@@ -135,7 +129,7 @@ class LMHead(Head):
         *,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> Predicted:
         if targets is not None:
             keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
             check_labels(targets, self.config.vocab_size, hidden_states.shape[:2] if keeps_all else None)
@@ -210,13 +204,8 @@ class CausalLMHead(HybridGenerationMixin, LMHead):
         """
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache, "seq_idx": seq_idx}
-        return self._forward(inputs, labels, {"logits_to_keep": logits_to_keep}, kwargs)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, seq_idx)
+        return self._forward(dict(zip(INPUTS, inputs)), labels, {"logits_to_keep": logits_to_keep}, kwargs)
 
     def _targets(
         self, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs: Any

@@ -8,16 +8,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import transformers
 from transformers import generation
 from transformers import modeling_outputs as modeling
+from transformers.utils import ModelOutput
 
-if TYPE_CHECKING:
-    from transformers.utils import ModelOutput as _Mixed  # what the mixin stands before
-else:
-    _Mixed = object
 Output = TypeVar("Output")
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24) else OLD
@@ -64,7 +61,7 @@ def by_both_cache_names(function: Callable) -> Callable:
     return taking_both
 
 
-class CacheByBothNames(_Mixed):
+class CacheByBothNames(ModelOutput):
     """An output whose cache is found by both names, as attribute and as key."""
 
     def __getitem__(self, key: Any) -> Any:

@@ -168,16 +168,10 @@ def resolve_packing(
             "cu_seq_lens_q alone does not say whether a piece continues the document that the cache ends "
             "with: give position_ids or seq_idx too."
         )
-    documents, is_told = None, seq_idx is not None or cu_seq_lens_q is not None
-    if is_told or (position_ids is not None and length > 1):
-        documents = Documents.from_inputs(
-            batch,
-            length,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
-            restarts=None if is_told or position_ids is None else _restarts(position_ids),
-            padding=padding,
-        )
+    is_told = seq_idx is not None or cu_seq_lens_q is not None
+    restarts = None if is_told or position_ids is None or length == 1 else _restarts(position_ids)
+    told = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "restarts": restarts}
+    documents = Documents.from_inputs(batch, length, **told, padding=padding)
     if documents is not None and counts_documents:
         documents = documents.counted()
     starts_new_document = None

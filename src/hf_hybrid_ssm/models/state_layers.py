@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from hf_hybrid_ssm.models.configuration import HOOKS, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.packing import PackedRows, States
 
 Recompute = Callable[[PackedRows], States]
@@ -54,7 +54,6 @@ class RecurrentStateLayer(CacheLayerMixin):
     supports_early_init = False
     is_croppable = True
     max_cache_len: int | None = None  # room for tokens, of a static one
-    keeps_all_tokens = False  # its attention has no window: it needs the keys of every token
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -221,12 +220,6 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.history.clear()
 
 
-class StateAndKeysLayer(RecurrentStateLayer):
-    """`RecurrentStateLayer` of a layer that keeps the keys of all tokens too."""
-
-    keeps_all_tokens = True
-
-
 class StaticRecurrentStateLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
 
@@ -287,18 +280,10 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
                 self.states[name] = mapped
 
 
-class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
-    """`StaticRecurrentStateLayer` of a layer that keeps the keys of all tokens: it has no room for more than these."""
-
-    keeps_all_tokens = True
-
-
 def register_layer_types() -> None:
     """Caches that transformers makes of a configuration get these layers."""
     DYNAMIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, RecurrentStateLayer))
-    DYNAMIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StateAndKeysLayer
     STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
-    STATIC_LAYER_TYPE_MAPPING[STATE_AND_KEYS_LAYER_TYPE] = StaticStateAndKeysLayer
 
 
 register_layer_types()

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.hub.configurations import without_memory
-from hf_hybrid_ssm.models.families import FAMILIES, family_of
+from hf_hybrid_ssm.models import FAMILIES, family_of
 
 
 def preset_names() -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models.config import MambaModelConfig
 
-from hf_hybrid_ssm.models.families import family_of
+from hf_hybrid_ssm.models import family_of
 from hf_hybrid_ssm.serving.paged_states import check_continues, check_pageable
 from hf_hybrid_ssm.serving.state_layout import StateLayout, layout_without_running
 

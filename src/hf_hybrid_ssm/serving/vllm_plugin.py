@@ -18,7 +18,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from hf_hybrid_ssm.models.families import FAMILIES, OTHERS
+    from hf_hybrid_ssm.models import FAMILIES, OTHERS
     from hf_hybrid_ssm.serving.vllm_checks import PagedHybridConfig
 
     names = [name for family in (*FAMILIES, *OTHERS) if (name := family.heads.get("MODEL_FOR_CAUSAL_LM")) is not None]

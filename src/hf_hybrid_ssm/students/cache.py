@@ -39,7 +39,6 @@ def fit_student_cache(cache: Any, config: Any) -> None:
             continue
         if isinstance(layer, StaticLayer):
             layers[index] = StaticWindowedLayer(max(each.get_max_length() for each in layers))
-            layers[index].keeps_all_tokens = bool(plan.groups)
         else:
             layers[index] = WindowedLayer()
             layers[index].record_past = any(getattr(each, "record_past", False) for each in layers)

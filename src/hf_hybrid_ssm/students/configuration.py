@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, SavedWithCode
+from hf_hybrid_ssm.models.configuration import STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPE, SavedWithCode
 
 KINDS = ("full", "window", "none")
 SINKS = ("constant", "first_token")
@@ -102,7 +102,8 @@ class Student:
     @cached_property
     def cache_layer_types(self) -> list[str]:
         """As of `HybridStudentConfig`."""
-        return [layer.attention if layer.is_own else STATE_LAYER_TYPE for layer in self.layers]
+        of_groups = {True: STATE_AND_KEYS_LAYER_TYPE, False: STATE_LAYER_TYPE}  # some see all tokens, or none does
+        return [layer.attention if layer.is_own else of_groups[bool(layer.groups)] for layer in self.layers]
 
     def most_full_groups(self, groups: int) -> int:
         """The key/value groups, of so many, that see all tokens in the layer that has most of them."""

@@ -10,8 +10,7 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm.models.cache import served_keys
-from hf_hybrid_ssm.models.columns import ColumnRows
-from hf_hybrid_ssm.models.held_attention import held_attention
+from hf_hybrid_ssm.models.columns import ColumnRows, held_attention
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import moved
 from hf_hybrid_ssm.students.sinks import Angles

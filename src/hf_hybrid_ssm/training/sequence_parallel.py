@@ -25,8 +25,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_hybrid_ssm.models import FAMILIES, family_of
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.families import FAMILIES, family_of
 from hf_hybrid_ssm.models.outputs import CACHE, CausalLMOutputWithCache
 from hf_hybrid_ssm.models.packing import PackedRows, States, packed_rows
 from hf_hybrid_ssm.models.state_layers import Recompute, RecurrentStateLayer

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -89,16 +88,17 @@ class CachedKernelMixer(Mixer):
         self._copies: dict[str, torch.Tensor] = {}  # the parameters that the cache was computed from
         super().__init__(*args, **kwargs)
 
-    def _own_tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of the names that this module has, as they are now."""
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """This module's own parameters as they are now: those its class declares, and what else is registered."""
+        names = dict.fromkeys((*self.dynamics_parameters, *self.output_parameters, *self._parameters))
         values = ((name, getattr(self, name, None)) for name in names)
         return {name: value for name, value in values if value is not None}
 
-    def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
-        """`compute()`, cached under `key` while the parameters `names` are constants."""
+    def _cached(self, key: Any, compute: Any) -> Any:
+        """`compute()`, cached under `key` while this module's own parameters are constants."""
         leave: Any = contextlib.nullcontext()
         is_compiling = torch.compiler.is_compiling()
-        tensors = self._own_tensors(names)
+        tensors = self._own_parameters()
         trains = (is_compiling or torch.is_grad_enabled()) and any(one.requires_grad for one in tensors.values())
         if trains or is_transforming():
             if not is_compiling:
@@ -182,16 +182,11 @@ class CachedKernelMixer(Mixer):
         return replica
 
     @property
-    def _all_parameters(self) -> tuple[str, ...]:
-        """The names of this module's own parameters: those its class declares, and what else is registered."""
-        return tuple(dict.fromkeys((*self.dynamics_parameters, *self.output_parameters, *self._parameters)))
-
-    @property
     def _device(self) -> torch.device:
-        return next(iter(self._own_tensors(self._all_parameters).values())).device
+        return next(iter(self._own_parameters().values())).device
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        dtypes = (u.dtype, *(tensor.dtype for tensor in self._own_tensors(self._all_parameters).values()))
+        dtypes = (u.dtype, *(tensor.dtype for tensor in self._own_parameters().values()))
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
 

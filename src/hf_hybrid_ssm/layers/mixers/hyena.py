@@ -106,7 +106,6 @@ class ImplicitLongConv(CachedKernelMixer):
             raise ValueError(f"length must lie in 1..{self.filter_length} (filter_length), got {length}.")
         kernels = self._cached(
             ("kernel", dtype),
-            self.dynamics_parameters,
             lambda exact: (
                 self._evaluate(self.filter_length, torch.float64).to(dtype) if exact else self._evaluate(length, dtype)
             ),
@@ -170,7 +169,7 @@ class ImplicitLongConv(CachedKernelMixer):
             kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
             return kernel.flip(-1).mT.contiguous()
 
-        return self._cached(("token", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.filter_length - 1, self.hidden_size),)

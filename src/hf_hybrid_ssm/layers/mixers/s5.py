@@ -185,7 +185,7 @@ class S5(CachedKernelMixer):
             skip = self.D.to(dtype, copy=True)
             return decay, matrix.to(dtype).contiguous(), readout.to(dtype).contiguous(), skip
 
-        return self._cached(("token", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.state_size,),)

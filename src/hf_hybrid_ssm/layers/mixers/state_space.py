@@ -92,7 +92,7 @@ class StateSpaceMixer(CachedKernelMixer):
             transition = transition if self.is_diagonal else transition.to(dtype)
             return ChannelSystem(transition, vector.to(dtype), readout.to(dtype))
 
-        system = self._cached(("system", dtype, direction), self._all_parameters, compute)
+        system = self._cached(("system", dtype, direction), compute)
         blocks = (partial(self._blocks, make, dtype, direction, system) for make in (block_states, block_outputs))
         return system._replace(blocks=BlockMatrices(*blocks))
 
@@ -101,7 +101,7 @@ class StateSpaceMixer(CachedKernelMixer):
             matrices = self._matrices(dtype, direction, exact) if exact else system[:3]
             return make(*matrices, self.block_size).to(dtype)
 
-        return self._cached((make, dtype, direction), self._all_parameters, compute)
+        return self._cached((make, dtype, direction), compute)
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
@@ -118,7 +118,7 @@ class StateSpaceMixer(CachedKernelMixer):
             taps = power_of_two(length) if exact else length
             return long_kernel(*self._matrices(dtype, direction, exact), taps).to(dtype)
 
-        return self._cached(key, self._all_parameters, compute)[..., :length]
+        return self._cached(key, compute)[..., :length]
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class StateSpaceMixer(CachedKernelMixer):
             skip = self.skip_weight(inner).to(dtype, copy=True).contiguous()
             return *constants, skip, self.conjugate_pairs, self.applies_silu
 
-        return self._cached(("token", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         leading = () if self.num_filters is None else (self.num_filters,)

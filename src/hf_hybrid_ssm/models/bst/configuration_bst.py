@@ -102,7 +102,6 @@ class BstConfig(SsmConfigMixin, HybridConfigMixin, PreTrainedConfig):
 
     model_type = "bst"
     state_layer_types: ClassVar[tuple[str, ...]] = LAYER_TYPES
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     # heads need their biases, scales and context states unsharded: projections are gathered, their outputs split
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.attention.q_proj": "colwise_gather_output",

@@ -18,8 +18,8 @@ from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state, named_stat
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
+from hf_hybrid_ssm.models.bst.block_states import CONTEXT, MultiFilterMixin
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT, MultiFilterMixin
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise, scaled_queries
 from hf_hybrid_ssm.ops.core.rows import Rows

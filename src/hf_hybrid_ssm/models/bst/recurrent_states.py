@@ -12,7 +12,7 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import ID_STD, INITIAL_STD, BlockGrid, attend_blocks, block_grid, boundaries
+from hf_hybrid_ssm.models.bst.block_states import ID_STD, INITIAL_STD, BlockGrid, attend_blocks, block_grid, boundaries
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values

@@ -6,10 +6,9 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_states import CONTEXT, BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
-from hf_hybrid_ssm.models.bst.multi_filter import CONTEXT
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.l2_normalise import scaled_queries
 from hf_hybrid_ssm.ops.core.rows import Rows

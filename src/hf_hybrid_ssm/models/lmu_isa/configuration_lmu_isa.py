@@ -104,7 +104,6 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     """
 
     model_type = "lmu_isa"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     # the memory and its implicit attention are replicated on every device
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.attention.q_proj": "colwise_gather_output",

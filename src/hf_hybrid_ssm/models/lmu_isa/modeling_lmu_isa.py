@@ -22,8 +22,7 @@ from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.implicit_attention import DeferredMemory, defer_updates, implicit_attention
-from hf_hybrid_ssm.ops.implicit_attention.decoding import decoder
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention, memory_state, named_memory
 
 
 class ImplicitAttention(nn.Module):
@@ -67,19 +66,12 @@ class ImplicitAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS) -> tuple[torch.Tensor, States]:
         """(B, L, D), the states before it → (B, L, D), the states after it."""
-        state: torch.Tensor | DeferredMemory | None = past.get("memory")
-        if "recent" in past:
-            state = DeferredMemory(past["memory"], past["recent"], past["pending"])
         parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)
         names = ("weight", "bias", "collapse", "collapse_bias")
         options: dict[str, Any] = {name: None if p is None else p.to(x.dtype) for name, p in zip(names, parameters)}
         options |= {"theta": self.theta, "scale": self.scale, "activation": self.activation}
-        y, after = implicit_attention(x, **options, rows=rows, initial_state=state)
-        if isinstance(after, torch.Tensor):
-            if decoder(x, self.activation) is None:
-                return y, {"memory": after}
-            after = defer_updates(after)
-        return y, {} if after is None else after._asdict()
+        y, after = implicit_attention(x, **options, rows=rows, initial_state=memory_state(past))
+        return y, named_memory(after, x, self.activation)
 
 
 def _attention(config: LmuIsaConfig) -> LocalSelfAttention:

@@ -21,9 +21,8 @@ from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.base import HybridModelMixin
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import read_rows, served_keys
-from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
+from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, held_attention, with_columns
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
-from hf_hybrid_ssm.models.held_attention import held_attention
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.outputs import CACHE, take_cache
 from hf_hybrid_ssm.models.packing import PackedRows, States

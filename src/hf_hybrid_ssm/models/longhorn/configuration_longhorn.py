@@ -100,7 +100,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "longhorn"
     state_layer_types: ClassVar[tuple[str, ...]] = ("longhorn", "window_attention")
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     # the scan is replicated on every device: its inputs are gathered, its output is split again
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.mixer.in_proj": "colwise_gather_output",

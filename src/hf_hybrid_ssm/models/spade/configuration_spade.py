@@ -72,7 +72,6 @@ class SpadeStackConfig(SsmConfigMixin, HybridConfigMixin):
     """What every stack of SPADE has: the fields that [`SpadeConfig`] and [`SpadeSeq2SeqConfig`] share."""
 
     model_type = "spade"  # what is made of one stack takes an encoder-decoder's configuration too
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, str]] = stack_tp_plan("layers", "encoder.layers")
     base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     # what only a model of one stack has, as a field (`SpadeConfig`)

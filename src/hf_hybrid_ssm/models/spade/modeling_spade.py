@@ -2,13 +2,15 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
 
+import copy
 import math
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,10 +27,15 @@ from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.heads import CausalLMHead, LMHead, MaskedLMHead
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax, ResizableBandsMixin
-from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.long_range_arena import PixelEmbedding, ScaleNorm, TimeBatchNorm
+from hf_hybrid_ssm.models.spade.options_spade import (
+    AdaptiveEmbedding,
+    AdaptiveSoftmax,
+    PixelEmbedding,
+    ResizableBandsMixin,
+    ScaleNorm,
+    TimeBatchNorm,
+)
 from hf_hybrid_ssm.ops.core.rows import Rows
 
 
@@ -161,6 +168,77 @@ class SpadePreTrainedModel(ResizableBandsMixin, HybridPreTrainedModel):
             super()._init_weights(module)
 
 
+# what may be asked of a checkpoint that holds the encoder, by the ends of the names of classes
+ENCODER_HEADS = (
+    "EncoderModel",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+
+
+class BaseOfCheckpoint(PreTrainedModel):
+    """The base model that `AutoModel` builds for a configuration: the encoder instead of this class where
+    `config.architectures` names an encoder, or a head over one.
+
+    `AutoModel` always passes the configuration. Loaded by its own name without one, the class is kept.
+    """
+
+    encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, which is in the module of the class
+
+    @classmethod
+    def _class_for(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel]:
+        architectures = set(getattr(config, "architectures", None) or ())
+        if getattr(config, "causal_classifier", None) or architectures.isdisjoint(cls.encoder_architectures):
+            return cls
+        encoder = getattr(sys.modules[cls.__module__], cls.encoder_architectures[0])
+        if cls._auto_class is not None:  # a folder's own code, which is saved with the model again
+            encoder.register_for_auto_class(cls._auto_class)
+        return encoder
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        chosen = cls._class_for(kwargs.get("config"))
+        load = super().from_pretrained if chosen is cls else chosen.from_pretrained
+        return load(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any):
+        chosen = cls._class_for(config)
+        build = super()._from_config if chosen is cls else chosen._from_config
+        return build(config, **kwargs)
+
+
+class StackOfCheckpoint(PreTrainedModel):
+    """A classifier over the stack that its checkpoint holds: loaded from a causal language model it is causal.
+    `causal_classifier=False` asks for an encoder all the same, whose layers are then newly initialised.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        config = kwargs.get("config")
+        if config is None:
+            options = {name: value for name, value in kwargs.items() if name != "state_dict"}
+            saved = cls.config_class.get_config_dict(pretrained_model_name_or_path, **options)[0]
+            if saved.get("causal_classifier") is None and _is_causal(saved.get("architectures")):
+                kwargs.setdefault("causal_classifier", True)
+        elif getattr(config, "causal_classifier", False) is None and _is_causal(config.architectures):
+            kwargs["config"] = copy.deepcopy(config)
+            kwargs["config"].causal_classifier = True
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @property
+    def may_be_new(self) -> bool:
+        """An encoder was asked for, of whatever checkpoint."""
+        return getattr(self.config, "causal_classifier", None) is False
+
+
+def _is_causal(architectures: list[str] | None) -> bool:
+    return not {"SpadeForCausalLM", "SpadeModel"}.isdisjoint(architectures or ())
+
+
 def spade_embedding(config: SpadeConfig) -> nn.Module:
     """The embedding that the configuration asks for."""
     if config.pixel_input:
@@ -228,11 +306,12 @@ class SpadeLMHead(LMHead):
                 "language model reads one text of tokens."
             )
 
-    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:
+    def _build_head(self, config: SpadeConfig) -> None:
         if config.adaptive_cutoffs is None:
-            return super()._build_lm_head(config)
-        self._tied_weights_keys = {}  # it reads the embeddings themselves
-        return AdaptiveSoftmax(self.model, config.adaptive_dropout)
+            super()._build_head(config)
+        else:
+            self._tied_weights_keys = {}  # it reads the embeddings themselves
+            self.lm_head = AdaptiveSoftmax(self.model, config.adaptive_dropout)
 
     def _uses_fused_loss(self) -> bool:
         is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)

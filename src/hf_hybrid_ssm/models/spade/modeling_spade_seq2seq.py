@@ -21,9 +21,10 @@ from hf_hybrid_ssm.models.outputs import (
     Seq2SeqModelOutputWithCache,
     by_both_cache_names,
 )
-from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade_seq2seq import SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import (
+    ENCODER_HEADS,
+    BaseOfCheckpoint,
     SpadeEncoder,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,

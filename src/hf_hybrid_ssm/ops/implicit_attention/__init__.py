@@ -9,7 +9,14 @@ from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
-from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, decoder, defer_updates
+from hf_hybrid_ssm.ops.implicit_attention.decoding import (
+    DeferredMemory,
+    apply_deferred,
+    decoder,
+    defer_updates,
+    memory_state,
+    named_memory,
+)
 from hf_hybrid_ssm.ops.implicit_attention.reference import EXAMPLES, ImplicitInputs, implicit_attention_reference
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
@@ -89,4 +96,4 @@ def implicit_attention(
     return y, defer_updates(final) if is_deferred and final is not None else final
 
 
-__all__ = ["DeferredMemory", "defer_updates", "implicit_attention"]
+__all__ = ["DeferredMemory", "implicit_attention", "memory_state", "named_memory"]

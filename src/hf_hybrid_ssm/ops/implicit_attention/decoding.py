@@ -53,6 +53,27 @@ def defer_updates(memory: torch.Tensor) -> DeferredMemory:
     return DeferredMemory(memory, recent, pending)
 
 
+def named_memory(
+    memory: torch.Tensor | DeferredMemory | None, x: torch.Tensor, activation: Callable
+) -> dict[str, torch.Tensor]:
+    """A final state as a cache keeps it, its tensors by name, with deferred tokens where a backend decodes tokens like
+    x so; of None nothing."""
+    if memory is None:
+        return {}
+    if isinstance(memory, torch.Tensor):
+        if decoder(x, activation) is None:
+            return {"memory": memory}
+        memory = defer_updates(memory)
+    return memory._asdict()
+
+
+def memory_state(states: dict[str, torch.Tensor]) -> torch.Tensor | DeferredMemory | None:
+    """The state among the tensors of a cache, by the names of `named_memory`; None if there is none."""
+    if "recent" in states:
+        return DeferredMemory(states["memory"], states["recent"], states["pending"])
+    return states.get("memory")
+
+
 def apply_deferred(state: DeferredMemory, theta: float) -> torch.Tensor:
     """The memory (B, q, D) after all tokens."""
     memory, recent, pending = state
