@@ -277,15 +277,16 @@ static void combine(const problem *p, int64_t b, int64_t h, const view *seen, fl
     const float sink = p->sink_logits ? p->sink_logits[b * p->sink_row + h * p->sink_head] : -INFINITY;
     float *y = p->y + (b * p->H + h) * p->V, top = greater(sink, own);
     for (int64_t i = 0; i < count; i++) top = greater(top, parts[i * apart + p->V + 1]);
-    /* the distances before the document's start hold zeros: their logits are the biases */
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
-        top = greater(top, bias_of(p, h, d, factor));
+    /* the distances before the document's start hold zeros: their logits are the biases, the same from `last` on */
+    const int64_t from = seen->missing_from, table = smaller(p->left, p->R - 1), last = from > table ? from : table;
+    const int zeros = p->zeros_before && from <= p->left;
+    for (int64_t d = from; d <= last && zeros; d++) top = greater(top, bias_of(p, h, d, factor));
     memset(y, 0, p->V * sizeof(float));
     if (top == -INFINITY) return;
     const float of_sink = sink == -INFINITY ? 0 : expf(sink - top), of_own = seen->own_key ? expf(own - top) : 0;
     float total = of_sink + of_own;
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
-        total += expf(bias_of(p, h, d, factor) - top);
+    for (int64_t d = from; d <= last && zeros; d++)
+        total += (d < last ? 1 : p->left + 1 - last) * expf(bias_of(p, h, d, factor) - top);
     for (int64_t i = 0; i < count; i++) { /* the top becomes the part's factor */
         float *part = parts + i * apart;
         part[p->V + 1] = part[p->V + 1] == -INFINITY ? 0 : expf(part[p->V + 1] - top);
