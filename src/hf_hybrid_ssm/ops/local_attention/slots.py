@@ -22,8 +22,6 @@ _OP = Op(
     examples=STEP_EXAMPLES,
     differentiable=False,
 )
-_REMEMBERED = 64  # layouts of arguments
-_checked: set[tuple[Any, ...]] = set()
 
 
 def has_step_kernel(device_type: str, dtype: torch.dtype) -> bool:
@@ -87,37 +85,6 @@ def slot_attention(
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
-    window = Window.of(window)
-    inputs = StepInputs(
-        q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window.limits, chunk_size, layout,
-        scale, zero_kv_sink, mask,
-    )  # fmt: skip
-    _check_once(inputs)
-    run = _OP.select(q.device.type, keys.dtype, backend)
-    if seen is not None and run in _OP.builtin.values():  # the C kernel looks by itself
-        check_seen("seen", seen, q.shape[0], keys.shape[2] if layout == "by_rank" and window.left is None else None)
-    return run(inputs if scale is not None else inputs._replace(scale=q.shape[3] ** -0.5))[0]
-
-
-def _check_once(inputs: StepInputs) -> None:
-    """`_check`, of layouts that decoding asks for again and again only once."""
-    if torch.compiler.is_compiling():
-        return _check(inputs)
-    layouts = tuple([(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, torch.Tensor) else x for x in inputs])
-    try:
-        is_known = layouts in _checked
-    except TypeError:  # something that is no tensor, as the checks say, or a tensor of unknown sizes
-        return _check(inputs)
-    if not is_known:
-        _check(inputs)
-        if len(_checked) >= _REMEMBERED:
-            _checked.clear()
-        _checked.add(layouts)
-
-
-def _check(inputs: StepInputs) -> None:
-    """Types, shapes, devices, and options that contradict each other: nothing that depends on values."""
-    q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, *_ = inputs
     check_tensor("q", q, (None, None, 1, None), "B, H, 1, E")
     batch, heads, _, size = q.shape
     check_tensor("keys", keys, (batch, None, None, size), "B, G, M, E", beside=q)
@@ -128,17 +95,26 @@ def _check(inputs: StepInputs) -> None:
         check_tensor("v", v, (batch, groups, 1, values.shape[3]), "B, G, 1, V", like=q)
         check_overwritten("keys", keys, dense="entries")
         check_overwritten("values", values, dense="entries")
-    check_tensor("mask", inputs.mask, (batch, slots), "B, M", beside=q, optional=True)
+    check_tensor("mask", mask, (batch, slots), "B, M", beside=q, optional=True)
     if slots == 0:
         raise ValueError("keys (B, G, M, E) must have at least one slot, got M = 0.")
     if groups == 0 or heads % groups:
         raise ValueError(f"q must have a multiple of the {groups} heads of keys, got {heads}.")
     check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
     check_tensor("head_scale", head_scale, (heads,), "H", beside=q, optional=True)
-    _check_options(inputs)
-    check_sink(sink_logits, sink_values, q, values, inputs.zero_kv_sink)
+    window = Window.of(window)
+    _check_options(k, window, chunk_size, layout, bias, zero_kv_sink, mask)
+    check_sink(sink_logits, sink_values, q, values, zero_kv_sink)
+    run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
-        check_seen("seen", seen, batch, looks=False)
+        room = slots if layout == "by_rank" and window.left is None else None
+        check_seen("seen", seen, batch, room, looks=run in _OP.builtin.values())  # the C kernel looks by itself
+    scale = size**-0.5 if scale is None else scale
+    inputs = StepInputs(
+        q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, window.limits, chunk_size, layout,
+        scale, zero_kv_sink, mask,
+    )  # fmt: skip
+    return run(inputs)[0]
 
 
 def check_seen(
@@ -158,14 +134,21 @@ def check_seen(
         raise ValueError(f"{name} must be below {room}, the number of slots, got {values}.")
 
 
-def _check_options(inputs: StepInputs) -> None:
+def _check_options(
+    k: torch.Tensor | None,
+    window: Window,
+    chunk_size: int | None,
+    layout: str,
+    bias: torch.Tensor | None,
+    zero_kv_sink: bool,
+    mask: torch.Tensor | None,
+) -> None:
     """Those of a step that contradict each other."""
-    (left, right), chunk_size, layout, _, zero_kv_sink, mask = inputs[10:]
-    k, bias = inputs.k, inputs.bias
+    left, right = window.limits
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} must be one of {LAYOUTS}.")
     if right is None or right > 0:
-        raise ValueError(f"window={inputs.window} looks ahead of the token: right must be at most 0.")
+        raise ValueError(f"window={window.limits} looks ahead of the token: right must be at most 0.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     if bias is not None and bias.shape[1] == 0:
@@ -173,7 +156,7 @@ def _check_options(inputs: StepInputs) -> None:
     if (layout == "block" or k is None) and (bias is not None or zero_kv_sink):
         raise ValueError("bias and zero_kv_sink are for windows: neither of a block, nor without k and v.")
     if layout == "block" and right < -1:
-        raise ValueError(f"window={inputs.window}: of a block, right must be 0 or -1.")
+        raise ValueError(f"window={window.limits}: of a block, right must be 0 or -1.")
     if zero_kv_sink and (left is None or chunk_size is not None):
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
     if k is None and layout != "free":

@@ -234,8 +234,8 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
     elif layout == "by_rank":  # the token's own slot may hold the oldest one that it sees
         slot, slots = torch.remainder(seen, keys.shape[2]).unsqueeze(1), torch.arange(keys.shape[2], device=q.device)
         distance = F.pad(torch.remainder(slot - 1 - slots, keys.shape[2]) + 1, (0, 1))
-        joined = (torch.cat([held, new.to(held.dtype)], 2) for held, new in ((keys, k), (values, v)))
-        y = _attend_window(inputs, q, *joined, distance, bias, seen.unsqueeze(1), **options)
+        all_keys, all_values = (torch.cat([held, new.to(held.dtype)], 2) for held, new in ((keys, k), (values, v)))
+        y = _attend_window(inputs, q, all_keys, all_values, distance, bias, seen.unsqueeze(1), **options)
         _put(keys, k, slot)
         _put(values, v, slot)
     elif layout == "block":
@@ -253,8 +253,8 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
         farthest = keys.shape[2] - 1 if window[0] is None else min(window[0], keys.shape[2] - 1)
         begin, end = keys.shape[2] - 1 - farthest, keys.shape[2] + right
         distance = torch.arange(farthest, -right - 1, -1, device=q.device).unsqueeze(0)
-        seen_slots = keys[:, :, begin:end], values[:, :, begin:end]  # a view
-        y = _attend_window(inputs, q, *seen_slots, distance, bias, seen.unsqueeze(1), **options)
+        near_keys, near_values = keys[:, :, begin:end], values[:, :, begin:end]  # views
+        y = _attend_window(inputs, q, near_keys, near_values, distance, bias, seen.unsqueeze(1), **options)
     return y.to(output_dtype), keys, values
 
 
