@@ -24,8 +24,7 @@ def compiled_decoding(**options: Any) -> CompileConfig:
     two for 30 layers; later calls of `generate` with the same batch size and `max_cache_len` find it compiled, and so
     does another process, after some seconds: the program is kept in `programs` in the cache folder
     (HF_HYBRID_SSM_CACHE), and what torch's backend made in TORCHINDUCTOR_CACHE_DIR. Both may be deleted. Versions of
-    torch that write no programs down (2.6, say) trace the model again in every process; all versions do so with the
-    state-space mixers of SPADE and BST.
+    torch that write no programs down (2.6, say) trace the model again in every process.
 
     The modules, hooks, adapters, switches and the cache are looked at once in each call of `generate`, which compiles
     anew where they changed, not before every token. Weights may change.

@@ -37,7 +37,6 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.models.outputs import CACHE, OLD
 from hf_hybrid_ssm.ops.core import instruction_sets
 from hf_hybrid_ssm.ops.core.cache_folder import cache_folder, unsafe
@@ -89,8 +88,6 @@ class KeptStep:
     def _found(self, inputs: dict[str, Any]) -> Callable | None:
         if self.model.config.is_encoder_decoder or any(inputs.get(name) for name in MORE_OUTPUTS):
             return None
-        if any(isinstance(module, CachedKernelMixer) for module in self.model.modules()):
-            return None  # tracing computes their constants, which a program takes as inputs: no other process has them
         try:
             key = _key(self.model, self.config, inputs)
         except Exception as error:  # an object that says nothing of itself: of a hook, say

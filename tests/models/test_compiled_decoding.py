@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from hf_hybrid_ssm import LonghornForCausalLM, LowBitConfig, compiled_decoding, kept_programs
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.ops.core.dispatch import backend
+from tests.processes import run
 from tests.tiny_models import compiles, own_language_model, shallow_language_model
 
 pytestmark = compiles
@@ -206,13 +208,32 @@ def test_what_says_nothing_of_itself_is_compiled_and_not_kept(nothing_kept):
     assert not nothing_kept.exists()
 
 
+ELSEWHERE = """
+import sys, torch
+from hf_hybrid_ssm import kept_programs
+from tests.models.test_compiled_decoding import kept_text
+torch.set_num_threads(int(sys.argv[2]))
+del kept_programs._made  # nothing is compiled here
+print(kept_text(sys.argv[1]))
+"""
+
+
+def kept_text(variant):
+    model = copy.deepcopy(shallow_language_model(variant)).requires_grad_("spade" in variant)
+    options = {"cache_implementation": "static", "max_cache_len": 40, "compile_config": compiled_decoding()}
+    return written(model, prompts(1, 9), 8, **options).tolist(), written(model, prompts(1, 9), 8).tolist()
+
+
+@pytest.mark.skipif(not kept_programs.CAN_KEEP, reason="this torch writes no programs")
 @pytest.mark.parametrize("variant", ["bst sh s4d", "spade s4 window"])
-def test_constants_that_tracing_computes_are_not_kept(variant, nothing_kept, monkeypatch):
-    """A program of another process would ask for them as inputs."""
-    monkeypatch.setattr(kept_programs, "_made", lambda *_: pytest.fail("a program was made to be kept"))
-    model, otherwise = shallow_language_model(variant), object()
-    step = kept_programs.KeptStep(model, compiled_decoding(), lambda: lambda **inputs: otherwise)
-    assert step(input_ids=prompts(1, 1), cache=StaticCache(config=model.config, max_cache_len=20)) is otherwise
+def test_another_process_has_the_constants_of_a_program(variant, nothing_kept):
+    """Buckets of distances, and what state-space mixers compute of their parameters: frozen (cached) or not."""
+    compiled, eager = kept_text(variant)
+    assert compiled == eager and len(list(nothing_kept.iterdir())) == 1
+    command = [sys.executable, "-c", ELSEWHERE, variant, torch.get_num_threads()]
+    done = run(command, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == str((eager, eager))
 
 
 def test_a_program_is_kept_for_what_is_traced(monkeypatch):

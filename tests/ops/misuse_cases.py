@@ -150,7 +150,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a layout without a name": (token(layout="shift"), ValueError, "layout='shift' must be one of"),
     "a block without the token": (
         token(drops_token=True, **BLOCK), ValueError, "layout='block' is for a token that is kept"),
-    "a window of slots by rank": (token(layout="by_rank"), ValueError, "left must be None"),
     "no slot for a token by rank": (
         token(seen=torch.tensor([2, 5]), **BY_RANK), ValueError, "seen must (be below 5|not be negative)"),
     "mask of a window": (token(mask=torch.ones(2, 5).bool()), ValueError, "mask is for slots alone"),

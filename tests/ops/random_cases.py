@@ -263,9 +263,9 @@ def attention_token(drawn: Drawn) -> Call:
         left = drawn.random.choice([None, drawn.size(slots, 0)])
         options["window"] = (left, drawn.random.choice([0, -1]) if left else 0)
         options["chunk_size"] = drawn.random.choice([None, drawn.size(20)])
-        layout = drawn.random.choice(["free", "full"] + ["by_rank"] * (left is None))
+        layout = drawn.random.choice(["free", "by_rank"])
         options |= {"bias": drawn.optional(heads, drawn.size(20)), "layout": layout}
-        seen = seen.clamp(max=slots) if layout == "by_rank" else seen
+        seen = seen.clamp(max=slots) if layout == "by_rank" and left is None else seen
         options["zero_kv_sink"] = left is not None and options["chunk_size"] is None and drawn.chance()
     elif drawn.chance():
         shown = torch.rand(drawn.batch, slots + 1, generator=drawn.generator)

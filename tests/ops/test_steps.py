@@ -143,7 +143,7 @@ def test_more_slots_than_a_part_has(slots, shared):
         pytest.skip("no C compiler")
     heads = 2 * shared
     tables = {"bias": (heads, 40), "sink_logits": (3, heads), "sink_values": (2, 5), "head_scale": (heads,)}
-    others = {"seen": torch.tensor([0, 130, slots]), "window": (slots - 1, 0), "layout": "full"}
+    others = {"seen": torch.tensor([0, 130, slots]), "window": (slots - 1, 0), "layout": "by_rank"}
     shapes = {
         "q": (3, heads, 18),
         "k": (3, 2, 18),

@@ -12,6 +12,7 @@ the file.
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.outputs import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.ops.local_attention import AttentionState, in_order, newest_last
 from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
 from hf_hybrid_ssm.serving.model_identity import model_identity, unknown_code
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -173,7 +175,7 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
         if is_recurrent_state_layer(layer):
             rows = PackedRows(length=num_tokens, packing_state=packing_state)
             with torch.no_grad():
-                layer.update_states(rows, states)
+                layer.update_states(rows, _windows(states, in_order) if layer.is_compileable else states)
         else:
             layer.update(states["keys"], states["values"])
             layer.not_cached = _below("unkept", tensors, model.device)
@@ -201,7 +203,18 @@ def _held(cache: Cache, model: Any) -> States:
 
 
 def _of_layer(layer: Any) -> States:
-    return layer.states if is_recurrent_state_layer(layer) else {"keys": layer.keys, "values": layer.values}
+    """As a dynamic cache holds them."""
+    if is_recurrent_state_layer(layer):
+        return _windows(layer.states, newest_last) if layer.is_compileable else layer.states
+    return {"keys": layer.keys, "values": layer.values}
+
+
+def _windows(states: States, turned: Callable[[AttentionState], AttentionState]) -> States:
+    """With the function of each window in its place."""
+    prefixes = [name.removesuffix("keys") for name in states if name.endswith("keys")]
+    for names in ([prefix + field for field in AttentionState._fields] for prefix in prefixes):
+        states = states | dict(zip(names, turned(AttentionState(*(states[name] for name in names)))))
+    return states
 
 
 def _of_text(name: str, value: torch.Tensor, batch: int, num_tokens: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ of the block attend to (section 3 of the paper):
     "mf"  S filters; block i has their outputs at the last token of block i - 1, and block 0 learned states
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class ContextStates(MultiFilterMixin, nn.Module):
             window=self.distances,
             chunk_size=self.window,
             scale=1.0,
-            rows=rows,
+            rows=replace(rows, capacity=None),  # slot by slot here, in caches of all kinds
             initial_state=state,
         )
         if unfinished is None:

@@ -30,16 +30,13 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return tree_map_only(torch.Tensor, lambda made: made.to(device), make(*arguments))
 
-    # dynamo names a tensor by the function that returned it, and stops where two have one name; what it finds in a
-    # tuple has the name of the tuple, of which there are as many as it takes
-    @torch.compiler.assume_constant_result
-    def in_tuple(*arguments: Any, device: torch.device | None) -> tuple:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-            return (computed(*arguments, device=device),)
-        return (tree_map_only(torch.Tensor, lambda real: _fake(real, device), computed(*arguments, device=None)),)
-
+    # in a graph it is a number of the graph itself: what dynamo computes while it traces (`assume_constant_result`) is
+    # an input, which a program that is kept for other processes has not
+    @torch.compiler.allow_in_graph
     def get(*arguments: Any, device: torch.device | None = None) -> Any:
-        return in_tuple(*arguments, device=device)[0]
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            return computed(*arguments, device=device)
+        return tree_map_only(torch.Tensor, lambda real: _fake(real, device), computed(*arguments, device=None))
 
     return get
 

@@ -14,6 +14,7 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
     Window,
     append_to_window,
     document_ranks,
+    in_order,
     newest_last,
     rolled,
 )
@@ -142,8 +143,7 @@ def local_attention(
         q, k, bias = l2_normalise(q) * factor.unsqueeze(1), l2_normalise(k), None if bias is None else bias * factor
     given = initial_state
     if given is not None:
-        given = _check_state(given, k, v, left)
-        initial_state = newest_last(given) if left is None and rows.capacity is not None else given
+        initial_state = _check_state(given, k, v, left, rows.capacity is not None)
     scale = size**-0.5 if scale is None else scale
     inputs = AttentionInputs(
         q, k, v, window.limits, scale, bias, sink_logits, sink_values, chunk_size, zero_kv_sink, dropout, softcap,
@@ -182,13 +182,16 @@ def _check_options(window: Window, chunk_size: int | None, zero_kv_sink: bool) -
         )
 
 
-def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
-    """The state with exactly the keys that the window needs."""
+def _check_state(
+    state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None, is_static: bool
+) -> AttentionState:
+    """The state with exactly the keys that the window needs, newest last."""
     batch, heads, _, size = k.shape
     check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, G, P, E", beside=k)
     slots = state.keys.shape[2]
     check_tensor("initial_state.values", state.values, (batch, heads, slots, v.shape[3]), "B, G, P, V", beside=k)
     check_seen("initial_state.seen", state.seen, batch)
+    state = newest_last(state) if is_static else state
     if needed is None or slots == needed:
         return state
     if slots < needed:
@@ -206,7 +209,9 @@ __all__ = [
     "drop_oldest",
     "empty_state",
     "has_step_kernel",
+    "in_order",
     "local_attention",
+    "newest_last",
     "rolled",
     "slot_attention",
     "window_token",

@@ -61,8 +61,8 @@ class AttentionState(NamedTuple):
     """What later tokens need of the earlier ones.
 
     Args:
-        keys: (B, G, P, E), the last P keys, newest last. Of all tokens in a static cache, whose places stay the same
-            (`in_order`): token i of the row's last document in slot i.
+        keys: (B, G, P, E), the last P keys, newest last. In a static cache, where they stay in their places
+            (`in_order`): token i of the row's last document in slot i mod P.
         values: (B, G, P, V).
         seen: (B,) int64, tokens so far of the row's last document; min(seen, P) of the keys are its own, the rest of
             the slots hold anything.
@@ -180,19 +180,19 @@ def append_to_window(
 
     What `local_attention` returns as its final state, without the attention.
     """
-    if left is None and rows.capacity is not None:
-        before = None if state is None else newest_last(state)
-        return in_order(_append(before, keys, values, rows.capacity, rows))
-    return _append(state, keys, values, left, rows)
+    if rows.capacity is None:
+        return _append(state, keys, values, left, rows)
+    before = None if state is None else newest_last(state)
+    return in_order(_append(before, keys, values, rows.capacity if left is None else left, rows))
 
 
 def newest_last(state: AttentionState) -> AttentionState:
-    """The state of all tokens of a static cache as every other state is."""
+    """The state of a static cache as every other state is."""
     return state._replace(keys=rolled(state.keys, -state.seen), values=rolled(state.values, -state.seen))
 
 
 def in_order(state: AttentionState) -> AttentionState:
-    """A state with room for all tokens, whose newest are last, as that of a static cache."""
+    """A state whose newest are last as that of a static cache."""
     return state._replace(keys=rolled(state.keys, state.seen), values=rolled(state.values, state.seen))
 
 

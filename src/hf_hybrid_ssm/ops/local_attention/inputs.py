@@ -13,7 +13,7 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
 )
 from hf_hybrid_ssm.ops.local_attention.sink import Sink
 
-LAYOUTS = ("free", "full", "by_rank", "block")
+LAYOUTS = ("free", "by_rank", "block")
 """Where a token finds the keys before it, in the order of their numbers in C: see `slot_attention`."""
 
 

@@ -28,7 +28,7 @@ typedef int32_t iquarter __attribute__((vector_size(16)));
 #define MERGED(a, b, ...) __builtin_shuffle(a, b, (iquarter){__VA_ARGS__})
 #endif
 
-enum { FREE, FULL, BY_RANK, BLOCK }; /* where a token finds the keys before it: see slots.py */
+enum { FREE, BY_RANK, BLOCK }; /* where a token finds the keys before it: see slots.py */
 
 typedef uint16_t narrow_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
@@ -45,11 +45,11 @@ typedef struct {
     float scale;
 } problem;
 
-/* What the heads of a row see: `held` slots from `first` on, of the distances `far`, far - 1, ..., those that `shown`
- * says 1 of (null: all); of a group the token's own key and value, unless null, which go to `slot`; with zeros before
- * the document, all distances from `missing_from` on. */
+/* What the heads of a row see: `held` slots, `ahead` of them from `first` on and the others from slot 0 on, of the
+ * distances `far`, far - 1, ..., those that `shown` says 1 of (null: all); of a group the token's own key and value,
+ * unless null, which go to `slot`; with zeros before the document, all distances from `missing_from` on. */
 typedef struct {
-    int64_t first, held, far, missing_from, slot;
+    int64_t first, ahead, held, far, missing_from, slot;
     const char *shown;
     const float *own_key, *own_value;
 } view;
@@ -221,13 +221,14 @@ static float exponentials(float *scores, int64_t count, float top) {
     return total;
 }
 
-/* For `heads` heads of a group, of the slots lo .. hi - 1 of a view: out[h] = {y (V), sum, top}, where y is the sum
- * of values, weighted by the exponential of score - top. scores: (heads, hi - lo + SLOTS), space. */
+/* For `heads` heads of a group, of the slots lo .. hi - 1 of a view, which lie side by side: out[h] = {y (V), sum,
+ * top}, where y is the sum of values, weighted by the exponential of score - top. scores: (heads, hi - lo + SLOTS),
+ * space. */
 INLINE void attend_some(
     const problem *p, int64_t b, int64_t h0, const view *seen, int64_t lo, int64_t hi, const float *queries,
     float *out, float *scores, const int heads, const int narrow) {
     const int64_t g = h0 / (p->H / p->G), size = narrow ? 2 : 4, count = hi - lo, apart = count + SLOTS;
-    const int64_t first = seen->first + lo, wide = p->V + 2;
+    const int64_t first = lo < seen->ahead ? seen->first + lo : lo - seen->ahead, wide = p->V + 2;
     const char *keys = p->keys + (b * p->key_row + g * p->key_head) * size;
     const char *values = p->values + (b * p->value_row + g * p->value_head) * size;
     int64_t i = 0;
@@ -276,15 +277,16 @@ static void combine(const problem *p, int64_t b, int64_t h, const view *seen, fl
     const float sink = p->sink_logits ? p->sink_logits[b * p->sink_row + h * p->sink_head] : -INFINITY;
     float *y = p->y + (b * p->H + h) * p->V, top = greater(sink, own);
     for (int64_t i = 0; i < count; i++) top = greater(top, parts[i * apart + p->V + 1]);
-    /* the distances before the document's start hold zeros: their logits are the biases */
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
-        top = greater(top, bias_of(p, h, d, factor));
+    /* the distances before the document's start hold zeros: their logits are the biases, the same from `last` on */
+    const int64_t from = seen->missing_from, table = smaller(p->left, p->R - 1), last = from > table ? from : table;
+    const int zeros = p->zeros_before && from <= p->left;
+    for (int64_t d = from; d <= last && zeros; d++) top = greater(top, bias_of(p, h, d, factor));
     memset(y, 0, p->V * sizeof(float));
     if (top == -INFINITY) return;
     const float of_sink = sink == -INFINITY ? 0 : expf(sink - top), of_own = seen->own_key ? expf(own - top) : 0;
     float total = of_sink + of_own;
-    for (int64_t d = seen->missing_from; d <= p->left && p->zeros_before; d++)
-        total += expf(bias_of(p, h, d, factor) - top);
+    for (int64_t d = from; d <= last && zeros; d++)
+        total += (d < last ? 1 : p->left + 1 - last) * expf(bias_of(p, h, d, factor) - top);
     for (int64_t i = 0; i < count; i++) { /* the top becomes the part's factor */
         float *part = parts + i * apart;
         part[p->V + 1] = part[p->V + 1] == -INFINITY ? 0 : expf(part[p->V + 1] - top);
@@ -308,10 +310,6 @@ static void combine(const problem *p, int64_t b, int64_t h, const view *seen, fl
 static void keep(const problem *p, char *held, int64_t apart, const float *new, int64_t entries, int64_t slot) {
     const int64_t size = p->narrow ? 2 : 4, over = p->layout == BLOCK && slot == p->M - 1;
     for (int64_t i = 0; i < p->M && over; i++) memset(held + i * apart * size, 0, entries * size);
-    const int moves = p->layout == FULL;
-    if (moves && apart == entries) memmove(held, held + entries * size, (p->M - 1) * entries * size);
-    else for (int64_t i = 1; i < p->M && moves; i++)
-        memcpy(held + (i - 1) * apart * size, held + i * apart * size, entries * size);
     if (!over) store_held(held, slot * apart, new, entries, p->narrow);
 }
 
@@ -328,7 +326,7 @@ static const float *queries_of(const problem *p, int64_t b, int64_t g, float *sp
 /* what a row's heads see, but for the token's own key and value */
 static view view_of(const problem *p, int64_t b) {
     const int64_t rank = p->seen ? smaller(p->seen[b], INT64_MAX / 4) : 0;
-    view seen = {0, p->M, 0, p->left + 1, p->M - 1, 0, 0, 0};
+    view seen = {0, 0, p->M, 0, p->left + 1, p->M - 1, 0, 0, 0};
     if (p->mask) { /* from the first to the last one that it shows */
         const char *mask = p->mask + b * p->mask_row;
         for (uint64_t eight = 0; seen.held >= 8; seen.held -= 8) { /* most of a static cache may be empty */
@@ -342,23 +340,25 @@ static view view_of(const problem *p, int64_t b) {
     } else if (p->layout == BLOCK) { /* slots 0 .. rank % M, the last one the token's */
         seen.slot = seen.held = rank % p->M;
     } else if (p->k) { /* the newest slots, as many distances as window, document and chunk leave */
-        const int64_t before = p->layout == BY_RANK ? rank : p->layout == FULL ? p->M : p->M - 1;
-        if (p->layout == BY_RANK) seen.slot = rank;
         int64_t reach = p->left >= 0 ? smaller(p->left, rank) : rank;
         if (p->chunk) reach = smaller(reach, rank % p->chunk);
-        seen.far = smaller(reach, before);
-        seen.first = before - seen.far;
+        seen.far = smaller(reach, p->layout == BY_RANK ? p->M : p->M - 1);
+        if (p->layout == BY_RANK) seen.slot = rank % p->M;
+        seen.first = p->layout == BY_RANK ? (rank - seen.far) % p->M : p->M - 1 - seen.far;
         seen.held = seen.far + (p->right < 0 ? p->right + 1 : 0);
         if (seen.held < 0) seen.held = 0;
         seen.missing_from = rank + 1 > -p->right ? rank + 1 : -p->right;
     }
+    seen.ahead = smaller(seen.held, p->M - seen.first);
     return seen;
 }
 
 /* one part of the slots that a row sees, for the heads of a group */
 static void one_part(
     const problem *p, int64_t b, int64_t g, const view *seen, int64_t part, int64_t length, float *out, float *space) {
-    const int64_t lo = smaller(part * length, seen->held), hi = smaller(lo + length, seen->held);
+    const int64_t parts = ceil_div(seen->ahead, length); /* of the slots that come first, none of which is in two */
+    const int64_t lo = part < parts ? part * length : smaller(seen->ahead + (part - parts) * length, seen->held);
+    const int64_t hi = smaller(lo + length, part < parts ? seen->ahead : seen->held);
     float *scores = space + p->H / p->G * p->E;
     const float *queries = queries_of(p, b, g, space);
     if (p->narrow) attend(p, b, g, seen, lo, hi, queries, out, scores, 1);
@@ -401,15 +401,17 @@ int attention_step(
                        key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row,
                        sink_head, mask_row, left, right, chunk, layout, zeros_before, narrow, B, H, G, M, E, V, S, scale};
     for (int64_t b = 0; b < B; b++)
-        if (M < 1 || (seen && (seen[b] < 0 || (k && layout == BY_RANK && seen[b] >= M)))) return 2;
+        if (M < 1 || (seen && (seen[b] < 0 || (k && layout == BY_RANK && left < 0 && seen[b] >= M)))) return 2;
     view *views = malloc((B + 1) * sizeof(view));
     if (!views) return 1;
-    int64_t most = 1;
+    int64_t most = 1, turns = 0;
     for (int64_t b = 0; b < B; b++) {
         views[b] = view_of(&p, b);
         if (views[b].held > most) most = views[b].held;
+        if (views[b].ahead < views[b].held) turns = 1;
     }
-    const int64_t length = smaller(most, most > 8 * SHORT ? LONG : SHORT), count = ceil_div(most, length), heads = H / G;
+    const int64_t length = smaller(most, most > 8 * SHORT ? LONG : SHORT), heads = H / G;
+    const int64_t count = ceil_div(most, length) + turns;
     /* of a part, and of a thread: queries, a key, scores */
     const int64_t out = heads * (V + 2), space = (heads + 1) * E + HEADS * (length + SLOTS);
     threads = B * H * most * (E + V) > WORTH_A_THREAD ? smaller(threads, B * G * count) : 1;

@@ -17,7 +17,8 @@ STEP = CFunction(
     bias?[H* R*], head_scale?[H], sink_logits?[B* H* 1], sink_values?[S V], mask?[B* M] bool, y[B H 1 V]""",
     """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, sink_logits.0,
     sink_logits.1, mask.0, left, right, chunk, layout, zero_sink, narrow, B, H, G, M, E, V, S""",
-    refuses="seen must not be negative, nor the number of slots by_rank: it is how many tokens the document has had.",
+    refuses="seen must not be negative, nor, by rank without a left, the number of slots: it is how many tokens the "
+    "document has had.",
 )
 
 

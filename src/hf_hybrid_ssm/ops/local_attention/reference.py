@@ -146,9 +146,11 @@ def _visible(
     (left, right), chunk_size, layout = inputs.window, inputs.chunk_size, inputs.layout
     if layout == "block":
         earlier = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
+    elif layout == "by_rank":
+        slot_of = [(distance, (rank - distance) % slots) for distance in range(min(rank, slots), 0, -1)]
+        earlier = [(keys[:, j], values[:, j], distance) for distance, j in slot_of]
     else:
-        before = {"free": slots - 1, "full": slots, "by_rank": rank}[layout]
-        earlier = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
+        earlier = [(keys[:, j], values[:, j], slots - 1 - j) for j in range(slots - 1) if slots - 1 - j <= rank]
     known = [*earlier, (*own, 0)]
     if layout == "block":
         return [part for part in known if part[2] >= -right]
@@ -162,8 +164,6 @@ def _keep(slots: torch.Tensor, new: torch.Tensor, rank: int, layout: str) -> Non
     if layout == "block" and rank % slots.shape[1] == slots.shape[1] - 1:
         slots.zero_()
         return
-    if layout == "full":
-        slots[:, :-1] = slots[:, 1:].clone()
     slots[:, rank % slots.shape[1] if layout in ("block", "by_rank") else -1] = new
 
 

@@ -62,9 +62,10 @@ def slot_attention(
         window: (left, right) with right ≤ 0: the distances it sees are -right .. left; None for all. (0 or -1 of a
             block, None "by_rank".)
         layout: where the keys before the token are in the M slots. "free": newest last, in all slots but the last one,
-            which the token gets. "full": newest last, in all slots; they move up by one. "by_rank": token i of the
-            document has slot i. "block": they are those of a block of M tokens, of which token i has slot i mod M, and
-            sees the slots 0 .. i mod M; the block's last token leaves zeros.
+            which the token gets. "by_rank": token i of the document has slot i mod M, in which it takes the place of
+            token i - M after it has seen that; without a left there has to be a slot for each. "block": they are those
+            of a block of M tokens, of which token i has slot i mod M, and sees the slots 0 .. i mod M; the block's
+            last token leaves zeros.
         chunk_size: C, it sees only tokens of its chunk, floor(i / C).
         bias: (H, R), by distance, added to the logits; distances beyond the table take its last value.
         scale: of q·k; E**-0.5 by default.
@@ -106,7 +107,7 @@ def slot_attention(
     check_sink(sink_logits, sink_values, q, values, zero_kv_sink)
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
-        room = slots if layout == "by_rank" else None
+        room = slots if layout == "by_rank" and window.left is None else None
         check_seen("seen", seen, batch, room, looks=run in _OP.builtin.values())  # the C kernel looks by itself
     scale = size**-0.5 if scale is None else scale
     inputs = StepInputs(
@@ -156,8 +157,6 @@ def _check_options(
         raise ValueError("bias and zero_kv_sink are for windows: neither of a block, nor without k and v.")
     if layout == "block" and right < -1:
         raise ValueError(f"window={window.limits}: of a block, right must be 0 or -1.")
-    if layout == "by_rank" and left is not None:
-        raise ValueError(f"window={window.limits}: with layout='by_rank', which has slots for all, left must be None.")
     if zero_kv_sink and (left is None or chunk_size is not None):
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
     if k is None and layout != "free":
@@ -173,8 +172,8 @@ def window_token(
 ) -> tuple[torch.Tensor, AttentionState]:
     """`local_attention` of one token of each row after a state: y (B, H, 1, V), and the state after it.
 
-    In a static cache the keys stay at their address: those of all tokens each in its slot, those of a window moving up
-    by one; otherwise they may lie in a longer buffer, along which the window moves.
+    In a static cache the keys stay where they are, each in the slot of its rank; otherwise they may lie in a longer
+    buffer, along which the window moves.
 
     Args:
         options: of `slot_attention`.
@@ -183,8 +182,7 @@ def window_token(
     if not rows.overwrites_states:
         keys, values = keys.clone(), values.clone()
     if rows.capacity is not None and keys.shape[2] > 0:
-        layout = "by_rank" if options["window"].left is None else "full"
-        y = slot_attention(q, k, v, keys, values, seen, layout=layout, **options)
+        y = slot_attention(q, k, v, keys, values, seen, layout="by_rank", **options)
         return y, AttentionState(keys, values, seen + 1)
     wide = append_slot(keys), append_slot(values)
     y = slot_attention(q, k, v, *wide, seen, **options)

@@ -227,10 +227,17 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
     if k is None or v is None or seen is None:
         mask = inputs.mask
         y = _attend_slots(q, keys, values, mask, None if mask is None else ~mask.any(1, keepdim=True), **options)
-    elif layout == "by_rank":
+    elif layout == "by_rank" and window[0] is None:
         _put(keys, k, seen)
         _put(values, v, seen)
         y = _attend_ranks(inputs, q, bias, seen.unsqueeze(1), **options)
+    elif layout == "by_rank":  # the token's own slot may hold the oldest one that it sees
+        slot, slots = torch.remainder(seen, keys.shape[2]).unsqueeze(1), torch.arange(keys.shape[2], device=q.device)
+        distance = F.pad(torch.remainder(slot - 1 - slots, keys.shape[2]) + 1, (0, 1))
+        all_keys, all_values = (torch.cat([held, new.to(held.dtype)], 2) for held, new in ((keys, k), (values, v)))
+        y = _attend_window(inputs, q, all_keys, all_values, distance, bias, seen.unsqueeze(1), **options)
+        _put(keys, k, slot)
+        _put(values, v, slot)
     elif layout == "block":
         slot = torch.remainder(seen, keys.shape[2]).unsqueeze(1)
         _put(keys, k, slot)
@@ -241,12 +248,13 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
         keys.masked_fill_(over, 0.0)
         values.masked_fill_(over, 0.0)
     else:
-        moves = layout == "full"
-        all_keys, all_values = _joined(keys, k, moves), _joined(values, v, moves)
-        y = _attend_window(inputs, q, all_keys, all_values, bias, seen.unsqueeze(1), **options)
-        if moves:
-            keys.copy_(all_keys[:, :, 1:])
-            values.copy_(all_values[:, :, 1:])
+        keys[:, :, -1:].copy_(k)
+        values[:, :, -1:].copy_(v)
+        farthest = keys.shape[2] - 1 if window[0] is None else min(window[0], keys.shape[2] - 1)
+        begin, end = keys.shape[2] - 1 - farthest, keys.shape[2] + right
+        distance = torch.arange(farthest, -right - 1, -1, device=q.device).unsqueeze(0)
+        near_keys, near_values = keys[:, :, begin:end], values[:, :, begin:end]  # views
+        y = _attend_window(inputs, q, near_keys, near_values, distance, bias, seen.unsqueeze(1), **options)
     return y.to(output_dtype), keys, values
 
 
@@ -274,30 +282,30 @@ def _attend_window(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    distance: torch.Tensor,
     bias: torch.Tensor | None,
     seen: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Of the slots, whose last is the token's own, those at the distances of the window are taken as a view."""
+    """Of slots at these distances, (B or 1, M)."""
     (left, right), chunk_size = inputs.window, inputs.chunk_size
-    farthest = keys.shape[2] - 1 if left is None else min(left, keys.shape[2] - 1)
-    begin, end = keys.shape[2] - 1 - farthest, keys.shape[2] + right
-    keys, values = keys[:, :, begin:end], values[:, :, begin:end]
-    distance = torch.arange(farthest, -right - 1, -1, device=q.device)
     reach = seen if chunk_size is None else seen % chunk_size
-    mask: torch.Tensor | None = distance <= reach
-    empty = reach < -right if right else None
+    within = distance >= -right if left is None else (distance >= -right) & (distance <= left)
+    mask, empty = within & (distance <= reach), reach < -right if right else None
     if inputs.zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
-        assert left is not None  # zeros fill a window
+        farthest = inputs.keys.shape[2] - (inputs.layout == "free")
         more = left - farthest  # distances for which there is no slot: within the document, they hold nothing
         if more > 0:
-            distance = torch.arange(left, -right - 1, -1, device=q.device)
+            beyond = torch.arange(left, farthest, -1, device=q.device).expand(distance.shape[0], -1)
+            distance, within = torch.cat([beyond, distance], 1), F.pad(within, (more, 0), value=True)
             keys, values = (F.pad(part, (0, 0, more, 0)) for part in (keys, values))
         missing = distance > reach
-        lost = (distance > farthest) & ~missing
         keys, values = (part.masked_fill(missing[:, None, :, None], 0.0) for part in (keys, values))
-        mask, empty = (None, None) if more <= 0 else (~lost, lost.all(1, keepdim=True))
-    logits = None if bias is None else bias[:, distance.clamp(max=bias.shape[1] - 1)].unsqueeze(1).to(q.dtype)
+        mask = within & ~((distance > farthest) & ~missing)
+        empty = ~mask.any(1, keepdim=True)
+    logits = None
+    if bias is not None:
+        logits = bias[:, distance.clamp(max=bias.shape[1] - 1)].transpose(0, 1).unsqueeze(2).to(q.dtype)
     return _attend_slots(q, keys, values, mask, empty, logits, **options)
 
 
@@ -312,16 +320,14 @@ def _attend_slots(
     sink: Sink | None,
     scale: float,
 ) -> torch.Tensor:
-    """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M) or (B, H, 1, M); empty (B,
-    1): sees nothing."""
+    """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (B or 1, H, 1, M); empty (B, 1): sees
+    nothing."""
     if sink is not None:
         return _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale)
     if mask is not None:
         # a softmax over nothing is not finite; such rows are overwritten below
         mask = (mask if empty is None else mask | empty)[:, None, None]
         logits = mask if logits is None else torch.where(mask, logits, float("-inf"))
-    elif logits is not None:
-        logits = logits.unsqueeze(0) if logits.dim() == 3 else logits
     options: dict[str, Any] = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), **options)
     return y if empty is None else y.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
@@ -338,7 +344,7 @@ def _attend_slots_and_sink(
 ) -> torch.Tensor:
     """The same with a sink of logits (B, H, 1) beside the slots."""
     column = sink.logits.unsqueeze(3)
-    logits = column.new_zeros(1, 1, 1) if logits is None else logits
+    logits = column.new_zeros(1, 1, 1, 1) if logits is None else logits
     logits = logits if mask is None else torch.where(mask[:, None, None], logits, float("-inf"))
     logits = torch.cat([logits.expand(*column.shape[:3], keys.shape[2]), column], -1)
     empty = logits.isneginf().all(-1, keepdim=True)
@@ -347,14 +353,6 @@ def _attend_slots_and_sink(
     options: dict[str, Any] = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q, keys, values, **options)
     return y.masked_fill(empty, 0.0)
-
-
-def _joined(held: torch.Tensor, new: torch.Tensor, moves: bool) -> torch.Tensor:
-    new = new.to(held.dtype)
-    if moves:
-        return torch.cat([held, new], 2)
-    held[:, :, -1:].copy_(new)
-    return held
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
