@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Recurrent layers made from a configuration of Qwen3-Next, Qwen3.5, Bamba, Falcon-H1 or Granite 4 start with steps of
-# 1.3: their states lose a token within a few others. Those of Mamba-2, Nemotron-H, OLMo Hybrid and Kimi Linear start
-# with steps of 0.001 to 0.1, as the official codes of both recurrences do, and keep it.
+# 1.3: their states lose a token within a few others. Those of Mamba-2, Nemotron-H and OLMo Hybrid start with steps of
+# 0.001 to 0.1, as the official codes of Mamba-2 and of the gated delta net do, and keep it.
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -34,7 +34,7 @@ MODELS = {
 KEPT = ("mamba2", "nemotron_h", "olmo_hybrid")
 texts = torch.randint(3, 64, (1, 64), generator=torch.Generator().manual_seed(0)).repeat(2, 1)
 texts[0, 0], texts[1, 0] = 1, 2  # two texts of 64 tokens that differ in the first one
-print("expected: of all of them, what the first of 64 tokens was can be told from a new layer's state")
+print("expected: the state of every new layer tells which was the first of 64 tokens")
 for name, fields in MODELS.items():
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if name != "nemotron_h" or key != "num_hidden_layers"}

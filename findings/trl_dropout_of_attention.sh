@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DPO turns dropout off (disable_dropout=True, its default) in modules of torch alone: the dropout of attention of a
-# Llama, which transformers keeps as a number, goes on, so that the model differs from its own reference.
+# Llama (0 by default), which transformers keeps as a number, goes on, so that the model differs from its own reference.
 set -euo pipefail
 
 folder=$(mktemp -d)

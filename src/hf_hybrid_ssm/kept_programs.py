@@ -40,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hybrid_ssm.models.outputs import CACHE, OLD
 from hf_hybrid_ssm.ops.core import instruction_sets
 from hf_hybrid_ssm.ops.core.cache_folder import cache_folder, unsafe
+from hf_hybrid_ssm.ops.core.constants import constants_of_graphs
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
 from hf_hybrid_ssm.ops.core.transforms import float32_precision
 
@@ -110,7 +111,8 @@ def _made(key: str, model: Any, config: CompileConfig, inputs: dict[str, Any]) -
     settings = config.to_dict()
     settings["options"] = dict(settings["options"]) | {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     try:
-        program = torch.compile(_step, **settings).aot_compile(((model, inputs), {}))  # type: ignore[attr-defined]
+        with constants_of_graphs():
+            program = torch.compile(_step, **settings).aot_compile(((model, inputs), {}))  # type: ignore[attr-defined]
         program.disable_guard_check()
     except Exception as error:  # an experimental part of torch, which raises what it likes
         logger.info("The step is compiled, but not kept for other processes: %s", error)

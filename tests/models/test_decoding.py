@@ -169,8 +169,23 @@ def test_drafts_go_on_from_a_cache_that_was_given(model, masked):
         assert cache.get_seq_length() == longer.shape[1] - 1
         full = torch.cat([mask, torch.ones(1, 8, dtype=torch.long)], 1)
         close(model(longer[:, -1:], past_key_values=cache).logits, model(longer, attention_mask=full).logits[:, -1:])
-    with pytest.raises(ValueError, match="from a cache of 28 tokens needs input_ids of the whole text, got 5 tokens"):
-        model.generate(ids[:, :5], attention_mask=torch.ones(1, 33), past_key_values=cache, **assistance, **options)
+    asked = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for given, columns, more, refusal in (
+        (
+            ids[:, :5],
+            33,
+            {},
+            "from a cache of 27 tokens needs input_ids of the whole text and at least one more token, got 5",
+        ),
+        (longer[:, :-1], 27, {}, "at least one more token, got 27 tokens"),
+        (longer, 28, asked, "returns no hidden states and attentions"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            cache = DynamicCache(config=model.config)
+            model(longer[:, :-1], past_key_values=cache)
+            model.generate(
+                given, attention_mask=torch.ones(1, columns), past_key_values=cache, **assistance, **options, **more
+            )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -220,7 +220,8 @@ def test_encoder_decoder_assisted_equals_greedy():
     assistant = seq2seq()
     for parameter in assistant.parameters():  # a draft that is often, not always, right
         parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(model.generate(source, **settings, assistant_model=assistant), expected)
+    for mask in ({}, {"attention_mask": torch.ones_like(source)}):  # of the source, which the assistant reads too
+        assert torch.equal(model.generate(source, **mask, **settings, assistant_model=assistant), expected)
     assert torch.equal(model.generate(source, **settings, prompt_lookup_num_tokens=2), expected)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_hybrid_ssm.ops.core.constants import constant
+from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from tests.tiny_models import compiles
 
 CPU = torch.device("cpu")
@@ -48,3 +49,13 @@ def test_fake_on_fake_tensors_of_whatever_device_and_real_after_them():
         product = counting(3, device=torch.device("cuda")) * torch.ones(3, device="cuda")
     assert product.shape == (3,) and product.device.type == "cuda"
     assert counting(3, device=CPU).tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["order", "theta"])
+def test_a_number_that_changes_between_compilations(name):
+    """dynamo makes it symbolic at the second value, and no constant follows from a symbol."""
+    x, compiled = torch.randn(2, 40, 4), torch.compile(legendre_memory, backend="aot_eager")
+    for value in (12, 20, 30):
+        sizes = {"order": 8, "theta": 20.0} | {name: type({"order": 8, "theta": 20.0}[name])(value)}
+        found, expected = (memory(x, **sizes, backend="torch")[0] for memory in (compiled, legendre_memory))
+        torch.testing.assert_close(found, expected)

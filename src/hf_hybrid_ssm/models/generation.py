@@ -146,11 +146,13 @@ class HybridGenerationMixin(_Mixed):
                 let_assistant_forget(cache)
                 cache.activate_past_recording()
 
+    @wraps(GenerationMixin._assisted_decoding)  # transformers looks at its signature
     def _assisted_decoding(self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, which reads the whole text again where a given cache holds its beginning.
 
         Raises:
-            ValueError: only the new tokens were given, and drafts are looked for in the whole text.
+            ValueError: the whole text was not given, where drafts are looked for, or nothing beyond the cache; or
+                states of each token are asked for, which transformers cuts as if all of the text had been read.
         """
         cache, call = kwargs.get(CACHE), _CALL.get()
         known = 0 if cache is None else int(cache.get_seq_length())
@@ -160,8 +162,13 @@ class HybridGenerationMixin(_Mixed):
             columns = dropped if mask is None else mask.shape[1]
             if not known < input_ids.shape[1] or columns not in (None, input_ids.shape[1]):
                 raise ValueError(
-                    f"assisted generation from a cache of {known} tokens needs input_ids of the whole text, got "
-                    f"{input_ids.shape[1]} tokens."
+                    f"assisted generation from a cache of {known} tokens needs input_ids of the whole text and at "
+                    f"least one more token, got {input_ids.shape[1]} tokens."
+                )
+            options = kwargs["generation_config"]
+            if options.return_dict_in_generate and (options.output_hidden_states or options.output_attentions):
+                raise ValueError(
+                    "assisted generation from a cache that was given returns no hidden states and attentions."
                 )
             call.known = known
         return super()._assisted_decoding(input_ids, *args, **kwargs)

@@ -210,10 +210,11 @@ def _of_layer(layer: Any) -> States:
 
 
 def _windows(states: States, turned: Callable[[AttentionState], AttentionState]) -> States:
-    """With the function of each window in its place."""
+    """With the function of each window in its place: of `keys`, `values` and `seen` with one prefix."""
     prefixes = [name.removesuffix("keys") for name in states if name.endswith("keys")]
     for names in ([prefix + field for field in AttentionState._fields] for prefix in prefixes):
-        states = states | dict(zip(names, turned(AttentionState(*(states[name] for name in names)))))
+        if states.keys() >= set(names):
+            states = states | dict(zip(names, turned(AttentionState(*(states[name] for name in names)))))
     return states
 
 

@@ -62,7 +62,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a real tensor as integers, which are compared whole vectors at a time, NaN too."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -187,7 +187,8 @@ class Rows:
         documents: those of packed rows: nothing passes from one to another, and a state that is given belongs to the
             row's first one.
         return_final_state: also return the state after each row's last real token.
-        capacity: the keys that a state of all tokens has room for, as in a static cache; None: as many as there are.
+        capacity: the keys that a state of all tokens has room for, in a static cache, where those of a window too lie
+            in the order of `local_attention.in_order`; None: as many as there are, newest last.
         is_step: every row is one real token after a state that is given, and no gradient is wanted: an op with a
             kernel for one token takes it.
         overwrites_states: of a step, whether it may compute the next state in place of the one that is given.

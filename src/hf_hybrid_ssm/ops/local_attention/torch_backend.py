@@ -290,23 +290,33 @@ def _attend_window(
     """Of slots at these distances, (B or 1, M)."""
     (left, right), chunk_size = inputs.window, inputs.chunk_size
     reach = seen if chunk_size is None else seen % chunk_size
-    within = distance >= -right if left is None else (distance >= -right) & (distance <= left)
-    mask, empty = within & (distance <= reach), reach < -right if right else None
+    within: torch.Tensor | None = None  # all of them
+    if inputs.layout == "by_rank":
+        within = (distance >= -right) & (distance <= left)
+    mask: torch.Tensor | None = _both(within, distance <= reach)
+    empty = reach < -right if right else None
     if inputs.zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
         farthest = inputs.keys.shape[2] - (inputs.layout == "free")
         more = left - farthest  # distances for which there is no slot: within the document, they hold nothing
         if more > 0:
             beyond = torch.arange(left, farthest, -1, device=q.device).expand(distance.shape[0], -1)
-            distance, within = torch.cat([beyond, distance], 1), F.pad(within, (more, 0), value=True)
+            distance = torch.cat([beyond, distance], 1)
+            within = None if within is None else F.pad(within, (more, 0), value=True)
             keys, values = (F.pad(part, (0, 0, more, 0)) for part in (keys, values))
         missing = distance > reach
         keys, values = (part.masked_fill(missing[:, None, :, None], 0.0) for part in (keys, values))
-        mask = within & ~((distance > farthest) & ~missing)
-        empty = ~mask.any(1, keepdim=True)
+        mask, empty = within, None
+        if more > 0:
+            mask = _both(within, (distance <= farthest) | missing)
+            empty = ~mask.any(1, keepdim=True)
     logits = None
     if bias is not None:
         logits = bias[:, distance.clamp(max=bias.shape[1] - 1)].transpose(0, 1).unsqueeze(2).to(q.dtype)
     return _attend_slots(q, keys, values, mask, empty, logits, **options)
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    return second if first is None else first & second
 
 
 def _attend_slots(
