@@ -27,4 +27,5 @@ BYTES = {
 def test_figures(name):
     found = choosing.figures_of(name, rounds=1)
     assert found["kept_bytes"] == BYTES.get(name, found["kept_bytes"]) > 0
+    found.pop("milliseconds_per_token")  # a difference of two times, which noise may turn round at this size
     assert min(found.values()) > 0
