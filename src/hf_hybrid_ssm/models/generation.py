@@ -158,14 +158,14 @@ class HybridGenerationMixin(_Mixed):
         known = 0 if cache is None else int(cache.get_seq_length())
         if known and call is not None:
             mask = kwargs.get("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask")
-            dropped = getattr(kwargs["generation_config"], "_mask_length", None)  # of a mask that hid nothing
+            options = kwargs["generation_config"]
+            dropped = getattr(options, "_mask_length", None)  # of a mask that hid nothing
             columns = dropped if mask is None else mask.shape[1]
             if not known < input_ids.shape[1] or columns not in (None, input_ids.shape[1]):
                 raise ValueError(
                     f"assisted generation from a cache of {known} tokens needs input_ids of the whole text and at "
                     f"least one more token, got {input_ids.shape[1]} tokens."
                 )
-            options = kwargs["generation_config"]
             if options.return_dict_in_generate and (options.output_hidden_states or options.output_attentions):
                 raise ValueError(
                     "assisted generation from a cache that was given returns no hidden states and attentions."
