@@ -324,7 +324,7 @@ def implicit_token(drawn: Drawn) -> Call:
 
 def int8_token(drawn: Drawn) -> Call:
     columns, outputs = drawn.size(200), drawn.size(40)
-    x, scales = drawn.floats(drawn.size(9), columns, leaf=False), drawn.floats(outputs, leaf=False)
+    x, scales = drawn.floats(drawn.size(9), columns, leaf=False), drawn.floats(outputs, leaf=False) / 1000
     codes = torch.randint(-128, 128, (outputs, columns), generator=drawn.generator).to(torch.int8)
     return lambda backend: int8_product(x, codes, scales, backend=backend)
 

@@ -59,6 +59,29 @@ def test_threads_change_nothing(backend):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+@pytest.mark.parametrize("columns", [64, 72])
+def test_sums_beyond_float16(columns, backend):
+    """Scaled, they are within it again."""
+    x, codes = torch.full((2, columns), 10.0).half(), torch.full((3, columns), 127, dtype=torch.int8)
+    y = int8_product(x, codes, torch.full((3,), 1e-3).half(), backend=backend)
+    torch.testing.assert_close(y.float(), torch.full((2, 3), 1.27 * columns), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("backend", [NATIVE])
+def test_a_row_is_the_same_beside_others(backend):
+    x, codes, scales = drawn(16, 147, 37, torch.float32)
+    together = int8_product(x, codes, scales, backend=backend)
+    for rows in (1, 2, 3, 5):
+        assert torch.equal(int8_product(x[:rows], codes, scales, backend=backend), together[:rows])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
+def test_nothing_has_a_gradient(backend):
+    x, codes, scales = drawn(2, 33, 5, torch.float32)
+    assert not int8_product(x.requires_grad_(), codes, scales, backend=backend).requires_grad
+
+
 def test_what_is_not_finite_stays_in_its_row():
     x, codes, scales = drawn(3, 64, 37, torch.float32)
     x[1, 5], scales[7] = float("nan"), float("inf")

@@ -1,4 +1,7 @@
-"""A few rows times a weight of 8 bits, with one scale for each of its rows: y = x (codes · scale)ᵀ, of decoding."""
+"""A few rows times a weight of 8 bits, with one scale for each of its rows: y = x (codes · scale)ᵀ, of decoding.
+
+Compiled and exported programs have it inside of another op, `hf_hybrid_ssm.layers.low_bit_kernels.low_bit_product`.
+"""
 
 import torch
 

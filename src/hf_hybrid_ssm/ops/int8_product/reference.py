@@ -17,7 +17,7 @@ class Int8Inputs(NamedTuple):
 
 def int8_product_reference(inputs: Int8Inputs) -> tuple[torch.Tensor]:
     """As `hf_hybrid_ssm.ops.int8_product.int8_product`."""
-    x, codes, scales = inputs
+    x, codes, scales = inputs.x.detach(), inputs.codes, inputs.scales.detach()
     return (x @ (codes.to(x.dtype) * scales[:, None]).T,)
 
 

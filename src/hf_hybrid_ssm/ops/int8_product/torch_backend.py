@@ -1,4 +1,4 @@
-"""torch's own kernel, which is made for bfloat16.
+"""torch's own kernel, which is fast in bfloat16.
 
 Its vectors are loaded from addresses that are multiples of the vector's size, or the process ends; scales are read
 four at a time, beyond the last one too; rows are read in whole vectors, and with a rest its values are wrong.
@@ -25,9 +25,10 @@ def fitted(tensor: Tensor) -> Tensor:
 
 def int8_product_torch(inputs: Int8Inputs) -> tuple[Tensor]:
     """As `hf_hybrid_ssm.ops.int8_product.int8_product`."""
-    x, codes, scales = inputs
+    x, codes, scales = inputs.x.detach(), inputs.codes, inputs.scales.detach()
     if x.shape[1] % COLUMNS or x.dtype == torch.float64 or x.device.type != "cpu":
-        return (nn.functional.linear(x, codes.to(x.dtype)) * scales,)
+        wide = torch.promote_types(x.dtype, torch.float32)  # sums are beyond float16 before they are scaled
+        return ((nn.functional.linear(x.to(wide), codes.to(wide)) * scales.to(wide)).to(x.dtype),)
     count = len(scales)
     if count % SCALES_READ:
         scales = nn.functional.pad(scales, (0, -count % SCALES_READ))[:count]
