@@ -31,14 +31,28 @@ def _transformer_size(shape: Figures) -> str:
 
 def training(figures: Figures) -> str:
     step, longer = figures["against_llama"], figures["context_states"]
-    ratios = {"Llama": 1.0} | step["times_as_fast_as_llama"]
-    rows = [[name, f"{speed:,}", f"{ratios[name]:.2f}x"] for name, speed in step["tokens_per_second"].items()]
-    head = f"{_transformer_size(figures['shape'])}; training step, L = {step['length']}"
+    ratios, parts = {"Llama": 1.0} | step["times_as_fast_as_llama"], step["parts"]
+    rows = [
+        [name, f"{speed:,}", f"{ratios[name]:.2f}x", *_parts(parts[name], parts["Llama"]["products_gflop"])]
+        for name, speed in step["tokens_per_second"].items()
+    ]
+    head = [f"{_transformer_size(figures['shape'])}; training step, L = {step['length']}", "tokens / s"]
+    head += [
+        "times as fast as Llama",
+        "products, Llama's over its own",
+        "time in products, %",
+        "in attention or scan, %",
+    ]
     return (
-        f"{markdown_table([head, 'tokens / s', 'times as fast as Llama'], rows)}\nWith {longer['num_hidden_layers']} "
+        f"{markdown_table(head, rows)}\nWith {longer['num_hidden_layers']} "
         f"layers and {longer['length']:,} tokens BST SH takes {longer['sh_time_over_sliding']:.2f}x the time of the "
         "same stack without context states.\n"
     )
+
+
+def _parts(found: Figures, of_llama: float) -> list[str]:
+    shares = (f"{100 * found[name]:.0f}" for name in ("share_of_products", "share_along_rows"))
+    return [f"{of_llama / found['products_gflop']:.2f}", *shares]
 
 
 def local_attention(figures: Figures) -> str:

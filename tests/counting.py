@@ -10,12 +10,13 @@ from collections.abc import Callable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh")
+FREE = {*ALLOCATIONS, "_unsafe_view"}  # no view by its schema; torch's matmul takes it in more places from 2.15 on
 
 
 def is_free(operation) -> bool:
     """A view (its result shares memory with an argument that is not written to) or an allocation."""
     views = any(result.alias_info and not result.alias_info.is_write for result in operation._schema.returns)
-    return views or operation.overloadpacket.__name__ in ALLOCATIONS
+    return views or operation.overloadpacket.__name__ in FREE
 
 
 class OperationCounter(TorchDispatchMode):

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import gc
 import math
-import os
 import statistics
 import sys
 import time
@@ -20,7 +19,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-os.environ.setdefault("OMP_WAIT_POLICY", "active")  # a timing runs alone; recipes set "passive", for its processes too
 
 from _lib.provenance import COMMIT, provenance, to_json  # noqa: F401 - for others too
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -15,7 +16,6 @@ from hf_hybrid_ssm.layers.float32_linear import HALF, Float32Linear, has_fast_pr
 from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel  # whose module imports the quantizers, and these this one
 
     from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
@@ -132,6 +132,13 @@ class LowBitQuantizer(HfQuantizer):
         if isinstance(model.get_output_embeddings(), LowBitLinear) and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False  # the head has codes of its own, the embeddings keep theirs
             model.all_tied_weights_keys = {}
+        dtypes = {module.weight_scales.dtype for module in _rounded(model).values() if module.bits == 4}
+        if slow := dtypes - {torch.bfloat16}:
+            logger.warning(
+                "torch's kernel for weights of 4 bits is made for bfloat16, and takes tens of times as long in %s: "
+                "load the model with dtype='bfloat16'.",
+                " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in slow)),
+            )
         for module in _rounded(model).values():
             module.pack()
         model.requires_grad_(False)

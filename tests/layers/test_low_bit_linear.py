@@ -13,6 +13,8 @@ import torch
 from hf_hybrid_ssm.layers import low_bit_kernels, low_bit_linear
 from hf_hybrid_ssm.layers.low_bit_kernels import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
+from hf_hybrid_ssm.ops.core.dispatch import backend
+from hf_hybrid_ssm.ops.int8_product import torch_backend
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 
@@ -156,16 +158,17 @@ def handed_over(monkeypatch):
         def call(inputs, codes, *others):
             scales = others[-1]
             for name, tensor in {"inputs": inputs, "codes": codes, "scales": scales}.items():
-                assert tensor.is_contiguous() and tensor.data_ptr() % low_bit_kernels.ALIGNMENT == 0, name
-            assert scales.untyped_storage().nbytes() // scales.element_size() % low_bit_kernels.SCALES_READ == 0
+                assert tensor.is_contiguous() and tensor.data_ptr() % torch_backend.ALIGNMENT == 0, name
+            assert scales.untyped_storage().nbytes() // scales.element_size() % torch_backend.SCALES_READ == 0
             calls.append(kernel)
             return kernel(inputs, codes, *others)
 
         return call
 
-    for name in ("_INT8", "_INT4"):
-        monkeypatch.setattr(low_bit_kernels, name, checked(getattr(low_bit_kernels, name)))
-    return calls
+    for module, name in ((torch_backend, "_KERNEL"), (low_bit_kernels, "_INT4")):
+        monkeypatch.setattr(module, name, checked(getattr(module, name)))
+    with backend("torch"):  # 8 bits have a kernel of this package, which takes any address
+        yield calls
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_what_kernels_are_handed(way, bits, dtype, is_compiled, handed_over, tmp
     assert len(handed_over) == 2
     if not is_compiled:  # copied once, not in each call
         codes = rounded.weight_codes
-        assert codes.data_ptr() % low_bit_kernels.ALIGNMENT == 0
+        assert codes.data_ptr() % torch_backend.ALIGNMENT == 0
         assert rounded(inputs) is not None and rounded.weight_codes is codes
     for name, tensor in rounded.state_dict().items():
         assert torch.equal(tensor, state[name]), name

@@ -10,7 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_hybrid_ssm import LmuIsaForSequenceClassification, LmuIsaModel, LowBitConfig, use_float32_products
+from hf_hybrid_ssm import (
+    LmuIsaForSequenceClassification,
+    LmuIsaModel,
+    LonghornForCausalLM,
+    LowBitConfig,
+    use_float32_products,
+)
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 from hf_hybrid_ssm.models import FAMILIES
 from tests import processes
@@ -60,6 +66,19 @@ def test_every_family(row, bits, tmp_path, caplog):
     again = type(model).from_pretrained(tmp_path / "rounded").eval()
     assert rounded_maps(again) == rounded_maps(quantized)
     assert torch.equal(logits_of(again, row), logits_of(quantized, row))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (4, "float16"), (4, "bfloat16"), (8, "float32")])
+def test_a_dtype_without_a_fast_kernel_is_said(bits, dtype, tmp_path, caplog):
+    language_model("longhorn", wide=True).save_pretrained(tmp_path / "exact")
+    config = LowBitConfig(bits=bits)
+    with caplog.at_level(logging.WARNING, "hf_hybrid_ssm"):
+        model = LonghornForCausalLM.from_pretrained(tmp_path / "exact", dtype=dtype, quantization_config=config)
+        model.save_pretrained(tmp_path / "rounded")
+        LonghornForCausalLM.from_pretrained(tmp_path / "rounded")
+    said = [record.getMessage() for record in caplog.records if "made for bfloat16" in record.getMessage()]
+    assert len(said) == (2 if bits == 4 and dtype != "bfloat16" else 0)
+    assert all(f"as long in {dtype}: load the model with dtype='bfloat16'" in text for text in said)
 
 
 def test_tied_head(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
 from hf_hybrid_ssm.ops.implicit_attention.reference import ImplicitInputs
+from hf_hybrid_ssm.ops.int8_product import int8_product
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
 from hf_hybrid_ssm.ops.local_attention import AttentionState
 from tests.row_options import (
@@ -321,11 +322,18 @@ def implicit_token(drawn: Drawn) -> Call:
     return run
 
 
+def int8_token(drawn: Drawn) -> Call:
+    columns, outputs = drawn.size(200), drawn.size(40)
+    x, scales = drawn.floats(drawn.size(9), columns, leaf=False), drawn.floats(outputs, leaf=False) / 1000
+    codes = torch.randint(-128, 128, (outputs, columns), generator=drawn.generator).to(torch.int8)
+    return lambda backend: int8_product(x, codes, scales, backend=backend)
+
+
 CASES: dict[str, Callable[[Drawn], Call]] = {
     case.__name__: case
     for case in (
         longhorn, longhorn_token, convolution, convolution_token, system, states_of_diagonal, system_token, attention,
-        attention_token, implicit, implicit_token,
+        attention_token, implicit, implicit_token, int8_token,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The numbers of bits and the sizes of groups that torch's kernels for CPUs have."""
+"""The numbers of bits and the sizes of groups that there are kernels for on CPUs."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Torch's products for weights of 8 and 4 bits on CPUs, and the order in which they keep their codes.
+"""Products with weights of 8 and 4 bits on CPUs, and the order in which torch keeps the codes of 4 bits.
 
-Their vectors are loaded from addresses that are multiples of the vector's size, or the process ends; tensors of a file
-that was mapped, and views, begin anywhere. Scales of 8 bits are read four at a time, beyond the last one too.
+torch's vectors are loaded from addresses that are multiples of the vector's size, or the process ends; tensors of a
+file that was mapped, and views, begin anywhere.
 
 Codes of 4 bits are in blocks of rows, and a block holds its columns one after the other, two codes in a byte: the code
 of a row in the block's first half beside that of a row in its second half, or two neighbours. No documentation says
@@ -12,22 +12,13 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import step_op
+from hf_hybrid_ssm.ops.int8_product import int8_product
+from hf_hybrid_ssm.ops.int8_product.torch_backend import fitted
 
-ALIGNMENT = 64  # bytes: what torch's allocator gives, and no vector is longer
-SCALES_READ = 4
-
-_INT8 = torch.ops.aten._weight_int8pack_mm
 _INT4 = torch.ops.aten._weight_int4pack_mm_for_cpu
-
-
-def fitted(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous at an aligned address: itself, or a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Factors(NamedTuple):
@@ -40,13 +31,10 @@ class _Factors(NamedTuple):
 
 
 def _product(factors: _Factors) -> Tensor:
-    inputs, codes, scales = fitted(factors.inputs), fitted(factors.codes), factors.scales
-    if factors.group_size:
-        return _INT4(inputs, codes, factors.group_size, fitted(scales))
-    count = len(scales)
-    if count % SCALES_READ:
-        scales = nn.functional.pad(scales, (0, -count % SCALES_READ))[:count]
-    return _INT8(inputs, codes, fitted(scales))
+    inputs, codes, scales, group_size = factors
+    if group_size == 0:
+        return int8_product(inputs, codes, scales)
+    return _INT4(fitted(inputs), fitted(codes), group_size, fitted(scales))
 
 
 def _fake_product(factors: _Factors) -> Tensor:
@@ -60,7 +48,7 @@ def low_bit_product(inputs: Tensor, codes: Tensor, scales: Tensor, group_size: i
     """`inputs` times the weight of these codes, wherever the tensors lie: what does not fit is copied, in each call.
 
     Args:
-        inputs: (R, I), float32, bfloat16 or float16; I is a multiple of 16 with 8 bits.
+        inputs: (R, I), float32, bfloat16 or float16.
         codes: with 8 bits int8 (O, I); with 4 bits uint8 (O, I / 2), packed for this processor, O a multiple of 16.
         scales: in the inputs' dtype, (O,), or with 4 bits (I / group_size, O, 2), scale and zero.
         group_size: columns of a group with 4 bits, 0 with 8.

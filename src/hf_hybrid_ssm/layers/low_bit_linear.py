@@ -1,4 +1,4 @@
-"""A linear map whose weight has 8 or 4 bits, computed by torch's own kernels for CPUs.
+"""A linear map whose weight has 8 or 4 bits, on CPUs: of 4 bits by torch's own kernel.
 
 8 bits: one scale a row, `y = x (codes · scale)ᵀ`. 4 bits: a scale and a zero for every `group_size` columns of a row,
 `y = x ((codes - 8) · scale + zero)ᵀ`, where the grid reaches from the smallest to the largest weight of the group.
@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from hf_hybrid_ssm.layers.float32_linear import has_fast_products
 from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
-from hf_hybrid_ssm.layers.low_bit_kernels import fitted, known_layout, low_bit_product, pack, unpack
+from hf_hybrid_ssm.layers.low_bit_kernels import known_layout, low_bit_product, pack, unpack
+from hf_hybrid_ssm.ops.int8_product.torch_backend import fitted
 
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
 # both kernels are for decoding; more rows are multiplied by a weight that is converted for the call
 FEW_ROWS = {8: 16, 4: 64}
-# the kernel of 8 bits reads rows of bfloat16 in whole vectors: with a rest its values are wrong, or it reads beyond
-COLUMNS = 16
 
 
 class LowBitLinear(nn.Module):
@@ -200,7 +199,7 @@ class LowBitLinear(nn.Module):
 
     def _is_for_a_product(self, rows: int) -> bool:
         if self.bits == 8:
-            return rows > FEW_ROWS[8] or self.in_features % COLUMNS > 0
+            return rows > FEW_ROWS[8]
         return rows > FEW_ROWS[4] and known_layout() is not None
 
     def _product(self, flat: Tensor) -> Tensor:

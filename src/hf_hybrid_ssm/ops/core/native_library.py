@@ -23,6 +23,7 @@ DTYPES = {
     "float64": (torch.float64,),
     "int64": (torch.int64,),
     "bool": (torch.bool,),
+    "int8": (torch.int8,),
     "held": (torch.float32, torch.bfloat16),
 }
 _TENSOR = re.compile(r"(\w+)(\??)\[([^\]]*)\](?: (\w+))?$")
