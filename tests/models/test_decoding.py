@@ -155,6 +155,22 @@ def test_a_static_cache_that_is_full_in_compiled_steps(variant):
         step(ids[:, PROMPT + 3 : PROMPT + 4], past_key_values=cache)
 
 
+@compiles
+@pytest.mark.parametrize("variant", ["student: groups", "longhorn", "lmu-isa", "spade hyena full", "bst sh s4d"])
+@torch.inference_mode()
+def test_a_cache_in_a_program_of_any_batch(variant):
+    """The batch is a symbol of the program after two of another number of rows, and the cache's is a number."""
+    torch.compiler.reset()  # programs of other tests count towards torch's limit
+    model = shallow_language_model(variant)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for rows in (3, 4):
+        step(text(rows)[:, :1], use_cache=False)
+    ids, cache = text(2), StaticCache(config=model.config, max_cache_len=PROMPT + 3)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    got = step(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
+    close(got[:, 0], model(ids[:, : PROMPT + 1]).logits[:, -1])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @torch.inference_mode()
 def test_drafts_go_on_from_a_cache_that_was_given(model, masked):

@@ -13,7 +13,8 @@ from hf_hybrid_ssm.ops.core.native_library import CFunction, Declared, with_dens
 
 OPS = Path(importlib.import_module("hf_hybrid_ssm.ops").__file__).parent
 BINDINGS = sorted(path for path in OPS.glob("*/native*.py") if path.with_suffix(".c").exists())
-C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "char", "held": "char"}
+C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "int8": "int8_t", "bool": "char"}
+C_TYPES["held"] = "char"  # of either width
 
 
 def no_library():

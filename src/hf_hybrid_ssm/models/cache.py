@@ -178,7 +178,7 @@ def _check_content(layer: Any, index: int, model_type: str, batch_size: int) -> 
         keys, size = getattr(layer, "keys", None), None
         if isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling():
             size = keys.shape[0]
-    if size not in (None, batch_size):
+    if size is not None and size != batch_size:  # torch 2.13's compiler finds no symbolic size in a tuple
         raise ValueError(f"cache holds a batch of {size} (layer {index}), but the input has a batch of {batch_size}.")
     if not holds or torch.compiler.is_compiling():
         return

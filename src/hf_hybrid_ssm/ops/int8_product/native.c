@@ -31,7 +31,7 @@ INLINE vec load_codes(const int8_t *from) {
 #endif
 }
 
-static inline float number_at(const void *from, int64_t at, int64_t narrow) {
+static inline float number_at(const char *from, int64_t at, int64_t narrow) {
     if (!narrow) return ((const float *)from)[at];
     const uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
     float value;
@@ -39,7 +39,7 @@ static inline float number_at(const void *from, int64_t at, int64_t narrow) {
     return value;
 }
 
-static inline void set_number(void *to, int64_t at, float value, int64_t narrow) {
+static inline void set_number(char *to, int64_t at, float value, int64_t narrow) {
     if (!narrow) {
         ((float *)to)[at] = value;
         return;
@@ -51,7 +51,7 @@ static inline void set_number(void *to, int64_t at, float value, int64_t narrow)
 
 /* y[at + r O] = scale x[r] . codes, of `rows` rows r; a row's sums are the same beside any others */
 INLINE void products(
-    const float *x, const int8_t *codes, float scale, void *y, int64_t at, int64_t I, int64_t O, int64_t narrow,
+    const float *x, const int8_t *codes, float scale, char *y, int64_t at, int64_t I, int64_t O, int64_t narrow,
     const int rows) {
     vec total[ROWS * TOGETHER];
 UNROLL(16)
@@ -81,7 +81,7 @@ UNROLL(4)
 }
 
 int int8_product(
-    const float *x, const int8_t *codes, const void *scales, void *y, int64_t narrow, int64_t R, int64_t I, int64_t O,
+    const float *x, const int8_t *codes, const char *scales, char *y, int64_t narrow, int64_t R, int64_t I, int64_t O,
     int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && R * O * I > WORTH_A_THREAD)
     for (int64_t first = 0; first < O; first += OUTPUTS) {
