@@ -7,6 +7,7 @@ token beside reading its keys and values?
     python benchmarks/compiled_decoding.py FOLDER --text TEXT.jsonl   # the loss alone, in every form
     python benchmarks/compiled_decoding.py FOLDER --facts FILE...     # what it recalls in every form
     python benchmarks/compiled_decoding.py --attention                # the op alone
+    python benchmarks/compiled_decoding.py --head                     # and the product with the head's 8 bits
     python benchmarks/compiled_decoding.py --families "BST SH"        # by name, of 24 layers of width 1,024
 
 FOLDER is a student (`hf-hybrid-ssm upcycle`); 4 bits are over bfloat16. $HF_HYBRID_SSM_LLAMA_PYTHON is a Python with
@@ -40,6 +41,7 @@ from hf_hybrid_ssm.evaluation.recall_tasks.kinds_table import answers_of
 from hf_hybrid_ssm.evaluation.recall_tasks.real_texts import real_texts
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.ops.int8_product import int8_product
 from hf_hybrid_ssm.ops.local_attention import slot_attention
 
 FORMS: dict[str, tuple[torch.dtype, dict[str, int]]] = {
@@ -54,6 +56,7 @@ ROOM = LENGTHS[-1] + 256  # of a static cache
 READ = 512  # tokens, of which windows are full
 SLOTS = (256, 2048, 65536)
 HEADS, GROUPS, WIDTH = 9, 3, 64  # SmolLM2-135M's
+HEAD = (49152, 576)  # SmolLM2-135M's too
 FACT_TOKENS, FACT_TEXTS = 1024, 20
 FAMILIES = ("Longhorn", "SPADE", "BST SH", "LMU-ISA")
 FAMILY_WIDTH, FAMILY_DEPTH, FAMILY_ROUNDS = 1024, 24, 7  # Longhorn has twice the layers, of half as many weights
@@ -191,6 +194,25 @@ def attention(slots: int, dtype: torch.dtype) -> dict[str, float]:
     return {"bytes": size} | {name: round(1e6 * value / layers, 1) for name, value in found.items()}
 
 
+@torch.inference_mode()
+def head(dtype: torch.dtype) -> dict[str, float]:
+    """Microseconds of one row times a head of 8 bits, here and by torch's kernel, and of one sum of its codes."""
+    held = [torch.randint(-127, 128, HEAD, dtype=torch.int8) for _ in range(3)]  # in turns, more than a cache holds
+    x, scales = torch.randn(1, HEAD[1]).to(dtype), torch.rand(HEAD[0]).to(dtype)
+
+    def product(backend: str) -> None:
+        for codes in held:
+            int8_product(x, codes, scales, backend=backend)
+
+    def read() -> None:
+        for codes in held:
+            codes.view(torch.float32).sum()
+
+    candidates = {"native": partial(product, "native"), "torch": partial(product, "torch"), "reading": read}
+    found = paired_seconds(candidates, rounds=31)
+    return {name: round(1e6 * value / len(held), 1) for name, value in found.items()}
+
+
 def needles(folder: str, files: list[str]) -> dict[str, Any]:
     """Of questions for facts of kinds that no choice of layers has seen, between the lines of real texts, the whole
     answers that are right in every form."""
@@ -203,7 +225,7 @@ def needles(folder: str, files: list[str]) -> dict[str, Any]:
 def add(part: str, name: str, found: Any) -> None:
     file = RESULTS / "compiled_decoding.json"
     figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    parts = {key: figures.get(key, {}) for key in ("tokens", "families", "attention", "loss", "needles")}
+    parts = {key: figures.get(key, {}) for key in ("tokens", "families", "attention", "head", "loss", "needles")}
     earlier = parts[part].get(name, {}).get("seconds_of_first_tokens") if part == "tokens" else None
     if earlier is not None:  # of the process that compiled, and of the last one
         before = earlier if isinstance(earlier, list) else [earlier]
@@ -220,10 +242,11 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="JSON lines with a field `text`: take the loss")
     parser.add_argument("--facts", nargs="+", metavar="FILE", help="real texts: ask for facts between their lines")
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--head", action="store_true")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="FAMILY")
     given = machine_arguments(parser)
-    if [given.folder is not None, given.attention, given.families is not None].count(True) != 1:
-        parser.error("give FOLDER, --attention, or --families.")
+    if [given.folder is not None, given.attention, given.head, given.families is not None].count(True) != 1:
+        parser.error("give FOLDER, --attention, --head, or --families.")
     if given.families is not None:
         for name in given.families:
             add("families", f"{name}, {given.form}", family(name, given.form))
@@ -231,6 +254,9 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             for slots in SLOTS:
                 add("attention", f"{slots}, {str(dtype).partition('.')[2]}", attention(slots, dtype))
+    elif given.head:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            add("head", str(dtype).partition(".")[2], head(dtype))
     elif given.facts is not None:
         add("needles", Path(given.folder).name, needles(given.folder, given.facts))
     elif given.text is not None:

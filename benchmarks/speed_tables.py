@@ -131,7 +131,10 @@ def compiled_decoding(figures: Figures) -> str:
     ratio = lambda found: f"{found['attention'] / found['reading']:.1f}"  # noqa: E731
     steps = rows_of(figures["attention"], "{bytes:,}", "{attention:,.0f}", "{reading:,.0f}", ratio)
     step = markdown_table(["attention of one token: slots, dtype", "bytes", "us", "us to read them", "ratio"], steps)
-    return "\n".join([tokens, _compiled_families(figures["families"]), step, _rounded(figures)])
+    products = rows_of(figures["head"], "{native:,.0f}", "{torch:,.0f}", "{reading:,.0f}")
+    ways = ["us of this package", "of torch", "to read the codes"]
+    head = markdown_table(["one row times SmolLM2-135M's head in 8 bits: dtype of the row", *ways], products)
+    return "\n".join([tokens, _compiled_families(figures["families"]), step, head, _rounded(figures)])
 
 
 def _compiled_families(families: Figures) -> str:
