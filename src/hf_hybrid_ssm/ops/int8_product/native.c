@@ -9,7 +9,6 @@
 
 #define ROWS 4
 #define TOGETHER 4               /* vectors whose sums do not wait for each other */
-#define OUTPUTS 16               /* that follow each other for the same rows, which a near cache holds then */
 #define FETCHED 2048             /* bytes between the prefetch of a code and its use */
 #define WORTH_A_THREAD (1 << 17) /* products */
 
@@ -73,10 +72,12 @@ UNROLL(4)
     }
 UNROLL(4)
     for (int r = 0; r < rows; r++) {
-        const vec *of_row = total + r * TOGETHER;
+        vec all = total[r * TOGETHER];
+UNROLL(4)
+        for (int j = 1; j < TOGETHER; j++) all += total[r * TOGETHER + j];
         float rest = 0;
         for (int64_t left = i; left < I; left++) rest += x[r * I + left] * codes[left];
-        set_number(y, at + r * O, scale * (sum((of_row[0] + of_row[1]) + (of_row[2] + of_row[3])) + rest), narrow);
+        set_number(y, at + r * O, scale * (sum(all) + rest), narrow);
     }
 }
 
@@ -84,21 +85,12 @@ int int8_product(
     const float *x, const int8_t *codes, const char *scales, char *y, int64_t narrow, int64_t R, int64_t I, int64_t O,
     int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && R * O * I > WORTH_A_THREAD)
-    for (int64_t first = 0; first < O; first += OUTPUTS) {
-        const int64_t end = smaller(first + OUTPUTS, O);
-        for (int64_t r = 0; r < R; r += ROWS)
-            for (int64_t o = first; o < end; o++) {
-                const float *from = x + r * I;
-                const float scale = number_at(scales, o, narrow);
-                const int8_t *row = codes + o * I;
-                const int64_t at = r * O + o;
-                switch (smaller(R - r, ROWS)) {
-                case 1: products(from, row, scale, y, at, I, O, narrow, 1); break;
-                case 2: products(from, row, scale, y, at, I, O, narrow, 2); break;
-                case 3: products(from, row, scale, y, at, I, O, narrow, 3); break;
-                default: products(from, row, scale, y, at, I, O, narrow, ROWS);
-                }
-            }
+    for (int64_t o = 0; o < O; o++) {
+        const float scale = number_at(scales, o, narrow);
+        const int8_t *row = codes + o * I;
+        int64_t r = 0;
+        for (; r + ROWS <= R; r += ROWS) products(x + r * I, row, scale, y, r * O + o, I, O, narrow, ROWS);
+        for (; r < R; r++) products(x + r * I, row, scale, y, r * O + o, I, O, narrow, 1);
     }
     return 0;
 }
