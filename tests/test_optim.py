@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -5,8 +7,8 @@ from torch import nn
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
-from hf_hybrid_ssm.training.optim import parameter_groups
-from tests.tiny_models import CASES, built
+from hf_hybrid_ssm.training.optim import MuonAdamW, parameter_groups
+from tests.tiny_models import CASES, EVERY, build, built
 
 
 def tiny_longhorn(**options):
@@ -101,6 +103,102 @@ def test_groups_step_and_restore():
     again = torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-2))
     again.load_state_dict(optimizer.state_dict())
     assert len(again.state) == sum(1 for _ in model.parameters())
+
+
+muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has Muon")
+
+
+@muon
+@pytest.mark.parametrize("variant", EVERY)
+def test_muon_has_the_maps_between_hidden_states(variant):
+    model = build(variant)
+    maps = {id(module.weight) for module in model.base_model.modules() if isinstance(module, nn.Linear)}
+    maps -= {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    given = [(id(p), group) for group in MuonAdamW(model).param_groups for p in group["params"]]
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert sorted(identity for identity, _ in given) == sorted(trained)
+    assert {identity for identity, group in given if group["is_muon"]} == maps & trained
+    expected = {id(p): group for group in parameter_groups(model, 0.1, lr=1e-3) for p in group["params"]}
+    for identity, group in given:
+        assert all(group[key] == expected[identity][key] for key in ("lr", "weight_decay"))
+
+
+def trained(model, optimizers, steps, schedulers=(), begin=0):
+    for step in range(begin, begin + steps):
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+        model(ids, labels=ids).loss.backward()
+        for one in (*optimizers, *schedulers):
+            one.step()
+        model.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+@muon
+def test_muon_and_adamw_step_as_those_of_torch():
+    torch.manual_seed(0)
+    model = tiny_longhorn(tie_word_embeddings=False)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    matrices = [m.weight for m in model.model.modules() if isinstance(m, nn.Linear)]
+    rest = [p for p in model.parameters() if not any(p is one for one in matrices)]
+    groups = [{"params": [p for p in rest if p.dim() >= 2], "weight_decay": 0.1}]
+    groups.append({"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0})
+    apart = [
+        torch.optim.Muon(matrices, 1e-2, 0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, 1e-2, (0.9, 0.99)),
+    ]
+    expected = trained(model, apart, 3, [halved(one) for one in apart])
+    model.load_state_dict(start)
+    optimizer = MuonAdamW(model, 1e-2, betas=(0.9, 0.99))
+    found = trained(model, [optimizer], 3, [halved(optimizer)])
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+        assert not torch.equal(found[name], start[name]), name
+
+
+@muon
+def test_muon_goes_on_from_its_state():
+    torch.manual_seed(0)
+    model = tiny_longhorn(tie_word_embeddings=False)
+    optimizer = MuonAdamW(model, 1e-2)
+    middle, state = trained(model, [optimizer], 2), deepcopy(optimizer.state_dict())
+    expected = trained(model, [optimizer], 2, begin=2)
+    model.load_state_dict(middle)
+    again = MuonAdamW(model, 1e-3)
+    again.load_state_dict(state)
+    found = trained(model, [again], 2, begin=2)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@muon
+def test_muon_returns_the_loss_of_a_closure():
+    layer = nn.Linear(3, 3)
+    optimizer = MuonAdamW(layer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(3)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > optimizer.step(closure)
+
+
+@muon
+def test_muon_refuses():
+    with pytest.raises(ValueError, match=r"Embedding has no trained nn\.Linear"):
+        MuonAdamW(nn.Embedding(3, 3))
+    with pytest.raises(ValueError, match="lr=-1"):
+        MuonAdamW(nn.Linear(2, 2), lr=-1)
+
+
+def test_muon_of_an_older_torch(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ImportError, match="has no Muon"):
+        MuonAdamW(nn.Linear(2, 2))
 
 
 def test_bad_arguments():

@@ -29,6 +29,7 @@ class StartArguments:
         default=None, metadata={"help": "a checkpoint folder, or auto for the newest complete one"}
     )
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
+    muon: bool = field(default=False, metadata={"help": "Muon for hidden matrices, AdamW for the rest"})
 
     def __post_init__(self):
         check_either(self, "model_type", "model_name_or_path")
@@ -37,6 +38,8 @@ class StartArguments:
     def begin(self, training: TrainingArguments, auto_class: Any) -> None:
         """Check the folder, and that `auto_class` loads what `model_name_or_path` names; set the seeds."""
         check_output(training.output_dir, self.overwrite, self.resume)
+        if self.muon and not training.optim.startswith("adamw_torch"):
+            raise ValueError(f"muon=True and optim={training.optim.value} exclude each other.")
         if self.model_name_or_path is not None:
             check_checkpoint(self.model_name_or_path, "model_name_or_path", auto_class)
         set_seed(training.seed)
@@ -82,6 +85,7 @@ def train_and_save(trainer: Trainer, arguments: Any) -> TrainOutput:
     `arguments.overwrite` says so: all that could be wrong has been read."""
     folder = trainer.args.output_dir
     clear_checkpoints(folder, arguments.overwrite, arguments.resume)
+    trainer.muon = getattr(arguments, "muon", False)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, folder))
     trainer.model.config.use_cache = True  # of what is saved: the Trainer lets no state be kept while it trains
     trainer.save_model()

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from hf_hybrid_ssm.hub.tables import markdown
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.training.memory import keep_freed_memory
-from hf_hybrid_ssm.training.optim import parameter_groups
+from hf_hybrid_ssm.training.optim import MuonAdamW, parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 
 # Of weights that are trained, whatever a checkpoint stores them in: Adam's steps are below bfloat16's last digit.
@@ -40,7 +40,10 @@ def _leave_process_group() -> None:
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` that decays only matrices and respects the optimizer options of parameters."""
+    """`transformers.Trainer` that decays only matrices and respects the optimizer options of parameters, with AdamW or
+    what `optim` names, and with Muon if `muon` is set."""
+
+    muon = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -57,9 +60,13 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
             model = self.model if model is None else model
+            rate, decay = self.args.learning_rate, self.args.weight_decay
+            if self.muon:
+                betas = (self.args.adam_beta1, self.args.adam_beta2)
+                self.optimizer = MuonAdamW(model, rate, decay, betas=betas, eps=self.args.adam_epsilon)
+                return self.optimizer
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            groups = parameter_groups(model, self.args.weight_decay, lr=self.args.learning_rate)
-            self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = optimizer_class(parameter_groups(model, decay, lr=rate), **options)
         return self.optimizer
 
     def predictions(self, rows: Dataset) -> np.ndarray:

@@ -55,6 +55,20 @@ def test_trains_resumes_and_evaluates(texts, tmp_path):
     assert (tmp_path / "whole/extrapolation.png").exists()
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has Muon")
+def test_trains_and_resumes_with_muon(texts, tmp_path):
+    def with_muon(folder, resume=None, **options):
+        model, *rest = settings(texts, folder, max_steps=8, save_steps=4, resume=resume, **options)
+        model.muon = True
+        return model, *rest
+
+    whole = small.killed_and_resumed(lambda *given: pretrain(*with_muon(*given)), tmp_path)
+    adamw = pretrain(*settings(texts, tmp_path / "adamw", max_steps=8))
+    assert whole["train_loss"] != adamw["train_loss"]
+    with pytest.raises(ValueError, match="muon=True and optim=adafactor exclude each other"):
+        pretrain(*with_muon(tmp_path / "both", optim="adafactor"))
+
+
 def test_streams_and_resumes(texts, tmp_path):
     """Shuffled; ended in the second pass, a resumed run goes on with the rows that an uninterrupted one reads."""
 

@@ -1,9 +1,12 @@
-"""Parameter groups for AdamW: which parameters are decayed, and which have their own learning rate."""
+"""Which parameters are decayed, which have their own learning rate, and Muon for those that are hidden matrices."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
@@ -46,6 +49,75 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None 
     if not groups:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
     return list(groups.values())
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for the weights of hidden linear maps, AdamW for all other trained parameters.
+
+    Muon (K. Jordan, 2024) steps by the nearest semi-orthogonal matrix to the momentum. It is for maps between hidden
+    states: the weights of `nn.Linear` in the base model, and of transformers' `Conv1D`. Embeddings, heads, norms,
+    biases, short convolutions and whatever belongs to a state-space model are AdamW's, with the groups and rates of
+    `parameter_groups`. Muon's steps are scaled to the root mean square of AdamW's (Moonlight, arXiv 2502.16982), so
+    that both take one rate and one decay. `Trainer(..., optimizers=(MuonAdamW(model, lr=1e-3), None))` takes it, and
+    so do torch's schedulers; its state is saved and loaded as that of any optimizer of torch.
+
+    Args:
+        model: the model to train, before it is wrapped or sharded: Muon needs whole matrices.
+        lr: learning rate.
+        weight_decay: of Muon's matrices and of those parameters that AdamW decays.
+        momentum: Muon's.
+        betas: AdamW's.
+        eps: AdamW's.
+
+    Raises:
+        ValueError: an argument is out of range, or the model has no such map that is trained.
+        ImportError: torch is older than 2.9, which has no Muon.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ):
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError(f"torch {torch.__version__} has no Muon; torch 2.9 does.")
+        matrices = _hidden_matrices(model)
+        chosen: tuple[list, list] = ([], [])
+        for group in parameter_groups(model, weight_decay, lr=lr):
+            for kind in (True, False):
+                if parameters := [one for one in group["params"] if (id(one) in matrices) is kind]:
+                    chosen[kind].append({**group, "params": parameters, "is_muon": kind})
+        if not chosen[True]:
+            raise ValueError(f"{type(model).__name__} has no trained nn.Linear in its base model, which Muon is for.")
+        self._parts = (
+            torch.optim.AdamW(chosen[False], betas=betas, eps=eps),
+            torch.optim.Muon(chosen[True], momentum=momentum, adjust_lr_fn="match_rms_adamw"),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
+        """One step of both; `closure` computes the loss anew, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind, part in enumerate(self._parts):  # they see what a scheduler or `load_state_dict` has replaced
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["is_muon"] == kind]
+            part.step()
+        return loss
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """The identities of the parameters that are Muon's."""
+    embeddings = set(model.get_input_embeddings().modules()) if isinstance(model, PreTrainedModel) else set()
+    hidden = [module for module in getattr(model, "base_model", model).modules() if module not in embeddings]
+    return {id(module.weight) for module in hidden if isinstance(module, nn.Linear | Conv1D)}
 
 
 def _options(
