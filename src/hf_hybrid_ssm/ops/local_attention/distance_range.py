@@ -126,7 +126,7 @@ def document_ranks(
         seq_idx: (B, L), documents of packed rows; or None.
     """
     if length == 1 and seen is not None:
-        return seen.unsqueeze(1)
+        return seen.unsqueeze(1).clone()  # a decoded token advances it in place
     position = torch.arange(length, device=device).unsqueeze(0)
     return _ranks(position, seen, None if seq_idx is None else _is_start(seq_idx))
 
