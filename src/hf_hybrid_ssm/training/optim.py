@@ -62,7 +62,8 @@ class MuonAdamW(torch.optim.Optimizer):
     so do torch's schedulers; its state is saved and loaded as that of any optimizer of torch.
 
     Args:
-        model: the model to train, before it is wrapped or sharded: Muon needs whole matrices.
+        model: the model to train. torch gathers the shards of `fully_shard` (FSDP2) for Muon's steps, and refuses
+            parameters that something has flattened.
         lr: learning rate.
         weight_decay: of Muon's matrices and of those parameters that AdamW decays.
         momentum: Muon's.
