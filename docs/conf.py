@@ -84,7 +84,7 @@ CONTENTS = {
     "examples/README": {"": ["notebooks/longhorn", "notebooks/upcycling"]},
     "docs/fine_tuning": {"": ["classification", "summarization"]},
     "docs/training": {"": ["scaling"]},
-    "docs/sharing": {"": ["onnx", "works_with"]},
+    "docs/sharing": {"": ["onnx", "executorch", "works_with"]},
     "docs/upcycling": {"": ["upcycling_tables"]},
     "docs/experiments": {
         "": [

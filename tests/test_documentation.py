@@ -60,7 +60,11 @@ RUNS = [
     if blocks_of(page, "python")
     for number, blocks in enumerate(runs_of(page))
 ]
-NEEDED = {"from trl import": ("trl",), "import onnxruntime": ("onnxscript", "onnxruntime")}
+NEEDED = {
+    "from trl import": ("trl",),
+    "import onnxruntime": ("onnxscript", "onnxruntime"),
+    "from executorch": ("executorch",),
+}
 
 
 @pytest.fixture

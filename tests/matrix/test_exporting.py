@@ -3,7 +3,8 @@
 Through a file, with the plain torch implementations; the logits to 1e-4 of the largest. The prefill is for one length;
 the graph for any length is made from 14 tokens and asked for 9, 30 and 70. One token is a graph from the token, the
 position and the states as tensors to the logits and the states after it, run three times in a row on what it returned.
-ONNX graphs run in ONNX Runtime; Longhorn's prefill is exported there from its reference, step by step.
+ONNX graphs run in ONNX Runtime; Longhorn's prefill is exported there from its reference, step by step. ExecuTorch runs
+the program of `DecodingStep`, which keeps the states itself, for two texts one after the other, with XNNPACK.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_hybrid_ssm.models.cache import fit_cache, is_recurrent_state_layer
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.ops.core import dispatch
+from hf_hybrid_ssm.serving.decoding_step import DecodingStep
 from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.students.teachers import teacher, tokens
-from tests.tiny_models import batch_of, shallow_language_model
+from tests.tiny_models import OF_ONE_STACK, batch_of, language_model, shallow_language_model
 
 NO_FREE_LENGTH = pytest.mark.limit(
     "torch",
@@ -251,3 +253,21 @@ def test_one_token(column, row, tmp_path):
         decoding.check(decoding.module)
         exporter = EXPORTERS[column.split(":")[0]]
         decoding.check(exporter(decoding.module, decoding.inputs(), tmp_path, dynamic_shapes=decoding.shapes))
+
+
+@rows("longhorn", "student: groups", every=OF_ONE_STACK)
+def test_one_token_in_executorch(row):
+    exir, runtime = pytest.importorskip("executorch.exir"), pytest.importorskip("executorch.runtime")
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    model, texts = language_model(row), tokens(2, 30).split(1)
+    with torch.no_grad(), dispatch.backend("torch"):
+        step = DecodingStep(model, room=30)
+        program = exir.to_edge_transform_and_lower(
+            torch.export.export(step, step.example()), partitioner=[XnnpackPartitioner()]
+        )
+        loaded = runtime.Runtime.get().load_program(program.to_executorch().buffer)
+        method = loaded.load_method("forward")
+        for text in texts:
+            found = [method.execute([text[:, i : i + 1].clone(), torch.tensor([i])])[0].clone() for i in range(30)]
+            assert_near(torch.cat(found, 1), model(text).logits, 1e-4, "logits")

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
+from hf_hybrid_ssm.ops.core.transforms import is_exporting, is_transforming, without_autocast
 
 
 class ValueMark:
@@ -111,7 +111,8 @@ class CachedKernelMixer(Mixer):
             with self._without_autocast():
                 return compute(False)
         if is_compiling:
-            self._assert_unchanged(tensors)
+            if not is_exporting():  # an exported program has both of its own
+                self._assert_unchanged(tensors)
         else:
             self._clear_if_changed(tensors)
             if torch.is_inference_mode_enabled():  # autograd could not use tensors made there

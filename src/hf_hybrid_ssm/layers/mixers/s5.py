@@ -10,6 +10,7 @@ from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt, twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
+from hf_hybrid_ssm.ops.core.complex_pairs import product_of_pairs
 from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Documents, Rows
@@ -168,22 +169,23 @@ class S5(CachedKernelMixer):
         """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it (B, P)."""
         decay, matrix, outputs, skip = self._token_constants(dtype)
         with without_autocast(u.device.type):
-            driven = self._complex((u.to(dtype) @ matrix).squeeze(1), dtype)
-            after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
-            next_state = torch.view_as_real(after).flatten(-2)
+            driven = (u.to(dtype) @ matrix).squeeze(1)
+            next_state = (product_of_pairs(decay, state.to(decay.dtype)) + driven).to(dtype)  # type: ignore[union-attr]
             if not is_read:
                 return u.new_empty(u.shape[0], 0, self.num_filters or 1, self.hidden_size), next_state
             return self._with_skip(next_state.unsqueeze(1) @ outputs, u, skip), next_state
 
     def _token_constants(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Abar (P/2,) in complex128; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D)."""
+        """Abar (P,) float64, real and imaginary parts side by side; Bbar (D, P) and 2 Re C (P, F D) as real matrices,
+        D (F, D)."""
 
         def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
             matrix, readout = self._input_matrix(scale).T, self._output_matrix(inner).T
             skip = self.D.to(dtype, copy=True)
-            return decay, matrix.to(dtype).contiguous(), readout.to(dtype).contiguous(), skip
+            pairs = torch.view_as_real(decay).flatten(-2)
+            return pairs, matrix.to(dtype).contiguous(), readout.to(dtype).contiguous(), skip
 
         return self._cached(("token", dtype), compute)
 

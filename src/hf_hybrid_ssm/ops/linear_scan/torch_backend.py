@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops.core.complex_pairs import product_of_pairs
 from hf_hybrid_ssm.ops.linear_scan.reference import DiagonalInputs, StepInputs
 from hf_hybrid_ssm.ops.linear_scan.transition import power
 
@@ -78,10 +79,7 @@ def linear_step_torch(inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Te
     """See `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
     u, state, decay_minus_one, input_vector, left, right, output_rows, skip, is_complex, silu = inputs
     h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype).unsqueeze(-1)
-    if is_complex:
-        moved = torch.view_as_real(_complex(decay_minus_one) * _complex(h)).flatten(-2)
-    else:
-        moved = decay_minus_one * h
+    moved = product_of_pairs(decay_minus_one, h) if is_complex else decay_minus_one * h
     if left is not None and right is not None:
         moved = torch.addcmul(moved, left, torch.linalg.vecdot(right, h).unsqueeze(-1), value=-1)
     after = h + torch.addcmul(moved, input_vector, value)
@@ -91,7 +89,3 @@ def linear_step_torch(inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Te
     y = torch.linalg.vecdot(output_rows, after)
     y = y if skip is None else torch.addcmul(y, skip, value.squeeze(-1))
     return (F.silu(y) if silu else y).to(u.dtype).unsqueeze(1), state
-
-
-def _complex(pairs: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(pairs.contiguous().unflatten(-1, (-1, 2)))

@@ -233,7 +233,8 @@ def attention_step_torch(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor
         y = _attend_ranks(inputs, q, bias, seen.unsqueeze(1), **options)
     elif layout == "by_rank":  # the token's own slot may hold the oldest one that it sees
         slot, slots = torch.remainder(seen, keys.shape[2]).unsqueeze(1), torch.arange(keys.shape[2], device=q.device)
-        distance = F.pad(torch.remainder(slot - 1 - slots, keys.shape[2]) + 1, (0, 1))
+        ahead = slot + keys.shape[2] - 1 - slots  # not negative: ExecuTorch has the remainder of C
+        distance = F.pad(torch.remainder(ahead, keys.shape[2]) + 1, (0, 1))
         all_keys, all_values = (torch.cat([held, new.to(held.dtype)], 2) for held, new in ((keys, k), (values, v)))
         y = _attend_window(inputs, q, all_keys, all_values, distance, bias, seen.unsqueeze(1), **options)
         _put(keys, k, slot)
