@@ -1,4 +1,4 @@
-"""One decoded token as a module that holds its states: for `torch.export`, and what runs its programs without Python."""
+"""One decoded token as a module that holds its states, for `torch.export` and what runs its programs without Python."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class DecodingStep(nn.Module):
     this package stay in the program by name.
 
     Args:
-        model: a causal language model. It is not copied: its parameters are frozen from then on, so that what is computed
+        model: a causal language model. It is not copied, and its parameters are frozen from then on: what is computed
             of them alone (the decays of an S4) is a constant of the program.
         rows: the texts B that are read side by side.
         room: the tokens that layers of full attention keep keys and values for. Nothing looks at it once exported.
