@@ -23,7 +23,7 @@ from hf_hybrid_ssm.serving.decoding_step import DecodingStep
 from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.students.teachers import teacher, tokens
-from tests.tiny_models import OF_ONE_STACK, batch_of, language_model, shallow_language_model
+from tests.tiny_models import OF_ONE_STACK, batch_of, ids_of, language_model, shallow_language_model
 
 NO_FREE_LENGTH = pytest.mark.limit(
     "torch",
@@ -260,7 +260,7 @@ def test_one_token_in_executorch(row):
     exir, runtime = pytest.importorskip("executorch.exir"), pytest.importorskip("executorch.runtime")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-    model, texts = language_model(row), tokens(2, 30).split(1)
+    model, texts = language_model(row), ids_of(2, 30).split(1)
     with torch.no_grad(), dispatch.backend("torch"):
         step = DecodingStep(model, room=30)
         program = exir.to_edge_transform_and_lower(

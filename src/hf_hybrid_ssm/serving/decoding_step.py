@@ -1,4 +1,4 @@
-"""One decoded token as a module that holds its states, for `torch.export` and what runs its programs without Python."""
+"""One decoded token as a module that holds its states, for `torch.export` and what runs programs without Python."""
 
 from typing import Any
 
