@@ -296,12 +296,19 @@ def _who(names: list[str], everyone: list[str]) -> str:
     return "all others but " + ", ".join(missing) if missing else "all others"
 
 
+def _difference(found: Figures) -> str:
+    """With its interval, if there is more than one seed."""
+    half = found["half_width_of_95_percent"]
+    return f"{found['mean']:+.2f}" + ("" if half is None else f" ± {half:.2f}")
+
+
 def choosing(figures: Figures) -> str:
     """Of each model what it recalls, its loss, what it costs, what it keeps, and how many checks it passes; what was
     not measured is empty."""
     recalls = [load(name)["best"] for name in ("mqar_families", "mqar_peers") if (RESULTS / f"{name}.json").is_file()]
     recalled = {found["model"]: found["accuracy_by_pairs"] for best in recalls for found in best}
-    differences, checked = load("families_books")["differences"], load("comparison")["models"]
+    differences = load("peers_books")["differences"] | load("families_books")["differences"]
+    checked = load("comparison")["models"]
     rows = []
     for name, found in figures["models"].items():
         known = name.removesuffix(" SH")  # elsewhere it is BST, which has no other there
@@ -310,7 +317,7 @@ def choosing(figures: Figures) -> str:
             [
                 name,
                 *(f"{100 * recalled[known][pairs]:.0f}" if known in recalled else "" for pairs in ("8", "16", "32")),
-                f"{loss['mean']:+.2f} ± {loss['half_width_of_95_percent']:.2f}" if loss else "",
+                _difference(loss) if loss else "",
                 f"{found['trained_tokens_per_second']:,.0f}",
                 f"{found['read_tokens_per_second']:,.0f}",
                 f"{found['milliseconds_per_token']:.1f}",

@@ -57,6 +57,12 @@ class Trainer(transformers.Trainer):
         training_begins()
         return super().train(*args, **kwargs)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Schedule-free optimizers train other weights than they evaluate: those that are evaluated are saved."""
+        if callable(getattr(self.optimizer, "eval", None)):  # the next step of training switches back
+            self.optimizer.eval()
+        super().save_model(*args, **kwargs)
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
             model = self.model if model is None else model

@@ -8,11 +8,14 @@ from _lib.documents import DataArguments, load_documents
 from _lib.rows import packed_rows
 from _lib.scoring import bigram_loss, sliding_loss, token_losses, unigram_loss
 from _lib.standard_text import standard_documents
+from _lib.training import Trainer
 from evaluate_lm import EvaluationArguments, evaluate
 from pretrain_clm import ModelArguments, build_model, pretrain
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.recipes import small
+from tests.tiny_models import built
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 
@@ -67,6 +70,35 @@ def test_trains_and_resumes_with_muon(texts, tmp_path):
     assert whole["train_loss"] != adamw["train_loss"]
     with pytest.raises(ValueError, match="muon=True and optim=adafactor exclude each other"):
         pretrain(*with_muon(tmp_path / "both", optim="adafactor"))
+
+
+class Shifted(torch.optim.SGD):
+    """As a schedule-free optimizer does, it trains other weights than it evaluates: by 1."""
+
+    is_training = True
+
+    def _move(self, is_training):
+        if is_training != self.is_training:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(1 if is_training else -1)
+        self.is_training = is_training
+
+    def train(self):
+        self._move(True)
+
+    def eval(self):
+        self._move(False)
+
+
+def test_saves_the_weights_that_are_evaluated(tmp_path):
+    model = built("longhorn")
+    before = model.get_input_embeddings().weight.detach().clone()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 30, (8, 6))]
+    arguments = small.training(tmp_path, max_steps=4, save_steps=2)
+    Trainer(model, arguments, train_dataset=rows, optimizers=(Shifted(model.parameters(), lr=0.0), None)).train()
+    for step in (2, 4):
+        saved = load_file(tmp_path / f"checkpoint-{step}/model.safetensors")["model.embed_tokens.weight"]
+        torch.testing.assert_close(saved, before - 1)
 
 
 def test_streams_and_resumes(texts, tmp_path):
