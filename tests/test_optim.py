@@ -2,6 +2,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
@@ -123,6 +124,25 @@ def test_muon_has_the_maps_between_hidden_states(variant):
         assert all(group[key] == expected[identity][key] for key in ("lr", "weight_decay"))
 
 
+@muon
+def test_muon_by_name():
+    """Whatever is around the model, an adapter too."""
+    model = build("longhorn untied").train()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    mixer = {f"mixer.{part}.weight" for part in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    expected = {f"model.layers.{index}.{part}" for index in range(len(model.model.layers)) for part in mixer}
+    for wrapped in (model, nn.Sequential(model), nn.DataParallel(model)):
+        assert {names[identity] for identity in muons(MuonAdamW(wrapped))} == expected
+    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "lm_head"]))
+    names = {id(parameter): name for name, parameter in adapted.named_parameters()}
+    found = {names[identity] for identity in muons(MuonAdamW(adapted))}
+    assert len(found) == 2 * len(model.base_model.layers) and all(".in_proj.lora_" in name for name in found)
+
+
+def muons(optimizer):
+    return {id(p) for group in optimizer.param_groups if group["is_muon"] for p in group["params"]}
+
+
 def trained(model, optimizers, steps, schedulers=(), begin=0):
     for step in range(begin, begin + steps):
         ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
@@ -169,8 +189,23 @@ def test_muon_goes_on_from_its_state():
     model.load_state_dict(middle)
     again = MuonAdamW(model, 1e-3)
     again.load_state_dict(state)
-    found = trained(model, [again], 2, begin=2)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    copied, copy_of_it = deepcopy((model, again))
+    for one, its in ((model, again), (copied, copy_of_it)):
+        found = trained(one, [its], 2, begin=2)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@muon
+def test_muon_alone_and_a_further_group():
+    layer, later = nn.Linear(3, 3, bias=False), nn.Parameter(torch.ones(3))
+    optimizer = MuonAdamW(layer, 1e-2)
+    optimizer.add_param_group({"params": [later], "lr": 1e-3})
+    before = layer.weight.detach().clone()
+    (layer(later) ** 2).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
+    torch.testing.assert_close(later, torch.ones(3), rtol=0, atol=2e-3)
+    assert not torch.equal(later, torch.ones(3))
 
 
 @muon
@@ -193,6 +228,8 @@ def test_muon_refuses():
         MuonAdamW(nn.Embedding(3, 3))
     with pytest.raises(ValueError, match="lr=-1"):
         MuonAdamW(nn.Linear(2, 2), lr=-1)
+    with pytest.raises(ValueError, match="momentum=1"):
+        MuonAdamW(nn.Linear(2, 2), momentum=1.5)
 
 
 def test_muon_of_an_older_torch(monkeypatch):

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.training.optim import has_muon
 
 
 @dataclass
@@ -38,8 +39,11 @@ class StartArguments:
     def begin(self, training: TrainingArguments, auto_class: Any) -> None:
         """Check the folder, and that `auto_class` loads what `model_name_or_path` names; set the seeds."""
         check_output(training.output_dir, self.overwrite, self.resume)
-        if self.muon and not training.optim.startswith("adamw_torch"):
-            raise ValueError(f"muon=True and optim={training.optim.value} exclude each other.")
+        if self.muon and (training.optim.value not in ("adamw_torch", "adamw_torch_fused") or training.optim_args):
+            chosen = f"optim={training.optim.value}, optim_args={training.optim_args}"
+            raise ValueError(f"muon=True and {chosen} exclude each other.")
+        if self.muon and not has_muon():
+            raise ValueError(f"muon=True needs torch 2.9, this is torch {torch.__version__}.")
         if self.model_name_or_path is not None:
             check_checkpoint(self.model_name_or_path, "model_name_or_path", auto_class)
         set_seed(training.seed)
@@ -103,7 +107,7 @@ def figures_of(trainer: Trainer, run: TrainOutput) -> dict[str, Any]:
         "train_loss": run.training_loss,
         "seconds": run.metrics["train_runtime"],
         "torch": torch.__version__,
-    }
+    } | ({"muon": True} if getattr(trainer, "muon", False) else {})
 
 
 def tokens_of(trainer: Trainer, length: int) -> int:

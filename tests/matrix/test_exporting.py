@@ -23,7 +23,7 @@ from hf_hybrid_ssm.serving.decoding_step import DecodingStep
 from hf_hybrid_ssm.students.initial import student_of
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.students.teachers import teacher, tokens
-from tests.tiny_models import OF_ONE_STACK, batch_of, ids_of, language_model, shallow_language_model
+from tests.tiny_models import OF_ONE_STACK, batch_of, ids_of, own_language_model, shallow_language_model
 
 NO_FREE_LENGTH = pytest.mark.limit(
     "torch",
@@ -255,19 +255,25 @@ def test_one_token(column, row, tmp_path):
         decoding.check(exporter(decoding.module, decoding.inputs(), tmp_path, dynamic_shapes=decoding.shapes))
 
 
-@rows("longhorn", "student: groups", every=OF_ONE_STACK)
+SOFTCAP = "student with a softcap"
+
+
+@rows("longhorn", "student: groups", every=[*OF_ONE_STACK, SOFTCAP])
 def test_one_token_in_executorch(row):
     exir, runtime = pytest.importorskip("executorch.exir"), pytest.importorskip("executorch.runtime")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-    model, texts = language_model(row), ids_of(2, 30).split(1)
+    is_softcapped, texts = row == SOFTCAP, ids_of(4, 30).split(2)
+    model = student_of(teacher("gemma2"), window=8, keep=[1]).float() if is_softcapped else own_language_model(row)
     with torch.no_grad(), dispatch.backend("torch"):
-        step = DecodingStep(model, room=30)
+        step = DecodingStep(model, rows=2, room=30)
         program = exir.to_edge_transform_and_lower(
             torch.export.export(step, step.example()), partitioner=[XnnpackPartitioner()]
         )
         loaded = runtime.Runtime.get().load_program(program.to_executorch().buffer)
         method = loaded.load_method("forward")
         for text in texts:
-            found = [method.execute([text[:, i : i + 1].clone(), torch.tensor([i])])[0].clone() for i in range(30)]
+            found = [
+                method.execute([text[:, i : i + 1].contiguous(), torch.tensor([i])])[0].clone() for i in range(30)
+            ]
             assert_near(torch.cat(found, 1), model(text).logits, 1e-4, "logits")

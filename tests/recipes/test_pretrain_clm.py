@@ -68,8 +68,10 @@ def test_trains_and_resumes_with_muon(texts, tmp_path):
     whole = small.killed_and_resumed(lambda *given: pretrain(*with_muon(*given)), tmp_path)
     adamw = pretrain(*settings(texts, tmp_path / "adamw", max_steps=8))
     assert whole["train_loss"] != adamw["train_loss"]
-    with pytest.raises(ValueError, match="muon=True and optim=adafactor exclude each other"):
-        pretrain(*with_muon(tmp_path / "both", optim="adafactor"))
+    for optim in ("adafactor", "adamw_torch_8bit"):
+        with pytest.raises(ValueError, match=f"muon=True and optim={optim}, optim_args=None exclude each other"):
+            pretrain(*with_muon(tmp_path / "both", optim=optim))
+    assert whole["muon"] and "muon" not in adamw
 
 
 class Shifted(torch.optim.SGD):

@@ -66,8 +66,9 @@ def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, S
     """
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_initialized", False)]
     seen = layers[0].get_seq_length() if layers else 0
-    if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
-        seen = int(seen)
+    if isinstance(seen, torch.Tensor):
+        # a copy: the first layer counts on in place, and a mask function asks again within each later one
+        seen = int(seen) if seen.is_cpu and not torch.compiler.is_compiling() else seen.clone()
     return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
 
 

@@ -54,19 +54,19 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None 
 class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for the weights of hidden linear maps, AdamW for all other trained parameters.
 
-    Muon (K. Jordan, 2024) steps by the nearest semi-orthogonal matrix to the momentum. It is for maps between hidden
-    states: the weights of `nn.Linear` in the base model, and of transformers' `Conv1D`. Embeddings, heads, norms,
-    biases, short convolutions and whatever belongs to a state-space model are AdamW's, with the groups and rates of
-    `parameter_groups`. Muon's steps are scaled to the root mean square of AdamW's (Moonlight, arXiv 2502.16982), so
-    that both take one rate and one decay. `Trainer(..., optimizers=(MuonAdamW(model, lr=1e-3), None))` takes it, and
-    so do torch's schedulers; its state is saved and loaded as that of any optimizer of torch.
+    Muon (K. Jordan, 2024) steps by about the nearest semi-orthogonal matrix to the momentum, which torch computes in
+    bfloat16. It is for maps between hidden states: the weights of `nn.Linear` (and transformers' `Conv1D`) in the base
+    model. Embeddings, heads, norms, biases, short convolutions and a state-space model's own parameters are AdamW's,
+    with the groups and rates of `parameter_groups`. Muon's steps are scaled to the root mean square of AdamW's
+    (Moonlight, arXiv 2502.16982), so that both take one rate and one decay. `Trainer(...,
+    optimizers=(MuonAdamW(model, lr=1e-3), None))` takes it, and so do torch's schedulers.
 
     Args:
         model: the model to train. torch gathers the shards of `fully_shard` (FSDP2) for Muon's steps, and refuses
             parameters that something has flattened.
         lr: learning rate.
         weight_decay: of Muon's matrices and of those parameters that AdamW decays.
-        momentum: Muon's.
+        momentum: Muon's, in [0, 1).
         betas: AdamW's.
         eps: AdamW's.
 
@@ -84,8 +84,10 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ):
-        if not hasattr(torch.optim, "Muon"):
+        if not has_muon():
             raise ImportError(f"torch {torch.__version__} has no Muon; torch 2.9 does.")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must be at least 0 and below 1.")
         matrices = _hidden_matrices(model)
         chosen: tuple[list, list] = ([], [])
         for group in parameter_groups(model, weight_decay, lr=lr):
@@ -94,11 +96,20 @@ class MuonAdamW(torch.optim.Optimizer):
                     chosen[kind].append({**group, "params": parameters, "is_muon": kind})
         if not chosen[True]:
             raise ValueError(f"{type(model).__name__} has no trained nn.Linear in its base model, which Muon is for.")
+        rest = chosen[False] or [{"params": [], "lr": lr, "weight_decay": 0.0, "is_muon": False}]
         self._parts = (
-            torch.optim.AdamW(chosen[False], betas=betas, eps=eps),
+            torch.optim.AdamW(rest, betas=betas, eps=eps),
             torch.optim.Muon(chosen[True], momentum=momentum, adjust_lr_fn="match_rms_adamw"),
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_parts": self._parts}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group is AdamW's unless it has `is_muon`."""
+        part = self._parts[bool(param_group.get("is_muon"))]
+        super().add_param_group({**part.defaults, "is_muon": False, **param_group})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
@@ -114,11 +125,22 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
+def has_muon() -> bool:
+    """Whether torch has Muon: from 2.9 on."""
+    return hasattr(torch.optim, "Muon")
+
+
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """The identities of the parameters that are Muon's."""
-    embeddings = set(model.get_input_embeddings().modules()) if isinstance(model, PreTrainedModel) else set()
-    hidden = [module for module in getattr(model, "base_model", model).modules() if module not in embeddings]
-    return {id(module.weight) for module in hidden if isinstance(module, nn.Linear | Conv1D)}
+    """The identities of the parameters that are Muon's, whatever is wrapped around the model."""
+    others: set[nn.Module] = set()
+    seen: set[nn.Module] = set()  # a model may hold models, such as an encoder
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part not in seen:
+            seen |= set(part.modules())
+            others |= set(part.modules()) - set(part.base_model.modules())  # heads
+            others |= set(part.get_input_embeddings().modules())
+    hidden = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module not in others]
+    return {id(module.weight) for module in hidden}
 
 
 def _options(

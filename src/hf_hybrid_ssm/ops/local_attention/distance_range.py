@@ -199,7 +199,8 @@ def in_order(state: AttentionState) -> AttentionState:
 def rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """x (B, H, P, e) rolled by shift (B,) places along P."""
     slots = x.shape[2]
-    source = (torch.arange(slots, device=x.device) - shift.unsqueeze(1)) % slots
+    ahead = slots - torch.fmod(shift, slots).unsqueeze(1)  # positive: ExecuTorch has the remainder of C
+    source = (torch.arange(slots, device=x.device) + ahead) % slots
     return x.gather(2, source[:, None, :, None].expand_as(x))
 
 
