@@ -59,20 +59,20 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Schedule-free optimizers train other weights than they evaluate: those that are evaluated are saved."""
-        if callable(getattr(self.optimizer, "eval", None)):  # the next step of training switches back
-            self.optimizer.eval()
+        if callable(switch := getattr(self.optimizer, "eval", None)):  # the next step of training switches back
+            switch()
         super().save_model(*args, **kwargs)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
             model = self.model if model is None else model
             rate, decay = self.args.learning_rate, self.args.weight_decay
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             if self.muon:
                 betas = (self.args.adam_beta1, self.args.adam_beta2)
                 self.optimizer = MuonAdamW(model, rate, decay, betas=betas, eps=self.args.adam_epsilon)
-                return self.optimizer
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(parameter_groups(model, decay, lr=rate), **options)
+            else:
+                self.optimizer = optimizer_class(parameter_groups(model, decay, lr=rate), **options)
         return self.optimizer
 
     def predictions(self, rows: Dataset) -> np.ndarray:
