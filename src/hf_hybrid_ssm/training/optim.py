@@ -1,6 +1,5 @@
 """Which parameters are decayed, which have their own learning rate, and Muon for those that are hidden matrices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,8 +111,8 @@ class MuonAdamW(torch.optim.Optimizer):
         super().add_param_group({**part.defaults, "is_muon": False, **param_group})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """One step of both; `closure` computes the loss anew, which is returned."""
+    def step(self, closure: Any = None) -> Any:
+        """One step of both; `closure()`, if given, computes the loss anew, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -167,10 +167,11 @@ class S5(CachedKernelMixer):
         self, u: torch.Tensor, state: MixerState, dtype: torch.dtype, is_read: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it (B, P)."""
+        assert isinstance(state, torch.Tensor)
         decay, matrix, outputs, skip = self._token_constants(dtype)
         with without_autocast(u.device.type):
             driven = (u.to(dtype) @ matrix).squeeze(1)
-            next_state = (product_of_pairs(decay, state.to(decay.dtype)) + driven).to(dtype)  # type: ignore[union-attr]
+            next_state = (product_of_pairs(decay, state.to(decay.dtype)) + driven).to(dtype)
             if not is_read:
                 return u.new_empty(u.shape[0], 0, self.num_filters or 1, self.hidden_size), next_state
             return self._with_skip(next_state.unsqueeze(1) @ outputs, u, skip), next_state
