@@ -68,6 +68,7 @@ class DecodingStep(nn.Module):
         Raises:
             RuntimeError: it is exported with gradients, by which a program of a single token is another one.
             ValueError: the last token broke off, and this one goes on from it.
+            IndexError: a layer of full attention has no room for it.
         """
         self._hold()
         if is_exporting() and torch.is_grad_enabled():
