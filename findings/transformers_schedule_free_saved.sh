@@ -7,8 +7,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --no-compile \
-  'schedulefree==1.4.1' 'transformers==5.24.0' 'accelerate==1.15.0' 'torch==2.13.0' 'numpy==2.4.6'
+"$folder/venv/bin/pip" install --quiet --no-compile 'schedulefree==1.4.1' 'transformers==5.24.0' 'accelerate==1.15.0' 'torch==2.13.0' 'numpy==2.4.6'
 cd "$folder"
 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 venv/bin/python -W ignore - 2>log <<'PYTHON' || { cat log; exit 1; }
 from importlib.metadata import version

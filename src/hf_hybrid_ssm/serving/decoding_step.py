@@ -1,4 +1,7 @@
-"""One decoded token as a module that holds its states, for `torch.export` and what runs programs without Python."""
+"""One decoded token as a module that holds its states, for `torch.export` and what runs programs without Python.
+
+transformers' modules for that (`transformers.integrations.executorch`) know layers of keys and values alone.
+"""
 
 from typing import Any
 

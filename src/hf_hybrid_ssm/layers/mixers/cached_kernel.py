@@ -77,10 +77,10 @@ class CachedKernelMixer(Mixer):
     loaded, replaced, moved or cast. On the CPU parameters are compared by value, so that every write is detected. On
     other devices a write through `.data` (or by another library into the same memory) is not detected: call
     `clear_kernel_cache` after it, or `clear_kernel_caches` of the model. Inside `torch.compile` only frozen parameters
-    count as constants; a compiled program compares them with copies, and raises RuntimeError where one
-    was written in place, since it cannot compute anew (loading, moving, casting and `reset_parameters` drop the cache
-    before). Inside a function transform (`torch.func`, forward-mode differentiation) no parameter counts as a
-    constant.
+    count as constants; a compiled program compares them with copies, and raises RuntimeError where one was written in
+    place, since it cannot compute anew (loading, moving, casting and `reset_parameters` drop the cache before); an
+    exported program holds what was computed, and compares nothing. Inside a function transform (`torch.func`, forward-
+    mode differentiation) no parameter counts as a constant.
 
     Parameters are the attributes with these names, whatever stands behind them: the `nn.Parameter`, or what a
     parametrization, a forward hook (`torch.nn.utils.prune`) or a replica of `nn.DataParallel` puts in its place.
@@ -111,7 +111,7 @@ class CachedKernelMixer(Mixer):
             with self._without_autocast():
                 return compute(False)
         if is_compiling:
-            if not is_exporting():  # an exported program has both of its own
+            if not is_exporting():  # that program has parameters of its own, which nobody trains
                 self._assert_unchanged(tensors)
         else:
             self._clear_if_changed(tensors)
