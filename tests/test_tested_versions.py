@@ -2,10 +2,12 @@
 
 import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.tested_versions import TESTED, outside, warn_of_untested_transformers
@@ -24,6 +26,20 @@ def test_lowest_are_those_that_are_asked_for():
     assert {name: asked[name][">="] for name in TESTED} == {name: ends.lowest for name, ends in TESTED.items()}
     major, minor = TESTED["transformers"].newest.split(".")[:2]
     assert asked["transformers"]["<"] == f"{major}.{int(minor) + 1}", "what is admitted is what was tested"
+
+
+def test_pinned_packages_take_every_python_that_this_one_takes():
+    """Those that are installed as pinned; pip says no more than that versions conflict."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"]
+    lowest = f"{asked.removeprefix('>=')}.0"
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    installed = {each.name: each for each in distributions()}
+    same = [each for name, each in installed.items() if pins.get(name) == each.version]
+    assert len(same) > 50
+    assert {
+        each.name for each in same if lowest not in SpecifierSet(each.metadata.get("Requires-Python", ""))
+    } == set()
 
 
 @pytest.mark.parametrize("package", TESTED)
