@@ -6,21 +6,22 @@ All read the same text with several seeds, and their validation losses are compa
 
 `base` holds settings of pretrain_clm.py, each of `variants` what differs. With `learning_rates`, each variant first
 tries these for `search_steps` steps with the first seed, and keeps the best. Writes comparison.json (every run, mean
-and standard deviation, and with `reference` the paired differences to that variant and how many times as many tokens
-it needs for the same loss) and comparison.png (loss against tokens and CPU time; both where runs were evaluated as
-they went) to `output_dir` and, with `results`, to that file and one beside it. A comparison that was killed goes on
-with the runs it lacks.
+and standard deviation, and with `reference` the paired differences to that variant, or to its own of `references`, and
+how many times as many tokens it needs for the same loss) and comparison.png (loss against tokens and CPU time; both
+where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one beside it. A
+comparison that was killed goes on with the runs it lacks.
 """
 
 import json
 import statistics
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
+from _lib import paper_baselines, peers  # noqa: F401 - registers their model types
 from _lib.checks import check_known, check_named, difference_in_size, size_of
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
@@ -47,6 +48,9 @@ class CompareArguments:
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     only: list[str] = field(default_factory=list, metadata={"help": "variants to run now; all by default"})
     reference: str | None = field(default=None, metadata={"help": "the variant that differences are taken to"})
+    references: dict[str, str] = field(
+        default_factory=dict, metadata={"help": "variant: another one that its difference is taken to"}
+    )
     learning_rates: list[float] = field(default_factory=list, metadata={"help": "to choose from, for each variant"})
     search_steps: int = field(default=0, metadata={"help": "of a run that tries a learning rate"})
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
@@ -60,6 +64,7 @@ class CompareArguments:
         if self.reference is not None and self.reference not in (self.only or self.variants):
             named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
             raise ValueError(f"reference={self.reference!r} must be one of {named}.")
+        check_known("references", [*self.references, *self.references.values()], self.variants)
         if self.learning_rates and self.search_steps < 1:
             raise ValueError(f"learning_rates are tried for search_steps={self.search_steps}, which must be positive.")
 
@@ -151,7 +156,9 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
             figures["models"] = {name: summary(found) for name, found in runs.items() if found}
             if arguments.reference is not None:
                 figures["reference"] = arguments.reference
-                figures["differences"] = differences(runs, arguments.reference)
+                if arguments.references:
+                    figures["references"] = arguments.references
+                figures["differences"] = differences(runs, arguments.reference, arguments.references)
                 figures["token_efficiency"] = efficiencies(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
     has_curves = any(run["curve"] for found in runs.values() for run in found)
@@ -183,11 +190,14 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[str, Any]:
-    """Loss minus the reference's of the same seed: the mean, and half the width of its 95 % interval (Student's t)."""
-    base = {run["seed"]: run["validation_loss"] for run in runs[reference]}
+def differences(
+    runs: dict[str, list[dict[str, Any]]], reference: str, own: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Loss minus the reference's of the same seed: the mean, and half the width of its 95 % interval (Student's t).
+    `own` names the variants that have another reference."""
     found = {}
     for name, others in runs.items():
+        base = {run["seed"]: run["validation_loss"] for run in runs.get((own or {}).get(name, reference), [])}
         pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
         if name == reference or not pairs:
             continue
@@ -205,7 +215,8 @@ def table(figures: dict[str, Any]) -> str:
     compared = figures.get("differences", {})
     lines = ["| model | parameters | validation loss, 95 % | perplexity |", "| --- | ---: | ---: | ---: |"]
     if compared:
-        lines = [f"{lines[0]} minus {figures['reference']}'s loss, 95 % |", f"{lines[1]} ---: |"]
+        base = "its reference" if "references" in figures else figures["reference"]
+        lines = [f"{lines[0]} minus {base}'s loss, 95 % |", f"{lines[1]} ---: |"]
     for name, found in figures["models"].items():
         half = half_width([run["validation_loss"] for run in found["runs"]])
         loss = f"{found['validation_loss']:.4f}{plus_minus(half, 4)}"

@@ -7,6 +7,7 @@ embeddings as a head.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -154,6 +155,18 @@ class GatedDeltaNetForCausalLM(Qwen3NextForCausalLM):
                 parameter.data = steps + torch.log(-torch.expm1(-steps))  # softplus turns it into the step
 
 
+def check_whole_rows(name: str, given: Mapping[str, Any]) -> None:
+    """A model that keeps nothing between calls is asked for whole rows.
+
+    Raises:
+        ValueError: `use_cache=True`, a cache, or a mask that hides tokens.
+    """
+    if given.get("use_cache") or any(given.get(cache) is not None for cache in ("cache", "past_key_values")):
+        raise ValueError(f"{name} keeps no cache; use_cache must be False.")
+    if (mask := given.get("attention_mask")) is not None and not mask.all():
+        raise ValueError(f"{name} takes whole rows; attention_mask must hide no token.")
+
+
 class ConvolvedLlamaConfig(LlamaConfig):
     """`LlamaConfig` with `conv_kernel`, the width of the convolution; 4 by default, as Longhorn's."""
 
@@ -191,10 +204,7 @@ class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
         use_cache: bool | None = None,
         **kwargs: Any,
     ):
-        if use_cache or any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
-            raise ValueError("llama_conv keeps no cache of its convolution; use_cache must be False.")
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError("llama_conv takes whole rows; attention_mask must hide no token.")
+        check_whole_rows("llama_conv", kwargs | {"use_cache": use_cache, "attention_mask": attention_mask})
         given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
         return super().forward(**given, **kwargs)
 
@@ -254,10 +264,7 @@ class LstmForCausalLM(PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        if use_cache:
-            raise ValueError("lstm_lm keeps no state between calls; use_cache must be False.")
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError("lstm_lm takes whole rows; attention_mask must hide no token.")
+        check_whole_rows("lstm_lm", {"use_cache": use_cache, "attention_mask": attention_mask})
         logits = self.lm_head(self.lstm(self.embed_tokens(input_ids))[0])
         loss = None
         if labels is not None:
