@@ -128,9 +128,18 @@ class _WholeRows(MistralForCausalLM):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, input_ids: Tensor | None = None, **kwargs: Any):
-        check_whole_rows(self.config.model_type, kwargs)
-        return super().forward(input_ids, **kwargs | {"use_cache": False, "attention_mask": None})
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ):
+        """All by name, since a Trainer hands on what it finds there."""
+        check_whole_rows(self.config.model_type, kwargs | {"use_cache": use_cache, "attention_mask": attention_mask})
+        return super().forward(input_ids, position_ids=position_ids, labels=labels, use_cache=False, **kwargs)
 
 
 class GssHybridForCausalLM(_WholeRows):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from _lib import paper_baselines  # noqa: F401 - registers both
 from torch.nn.functional import gelu, silu, softmax
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 SIZES = {
@@ -98,6 +98,14 @@ def test_no_token_reads_ahead_and_every_weight_learns(model_type):
     for wrong in ({"use_cache": True}, {"attention_mask": torch.tensor([[0] + [1] * 10] * 2)}):
         with pytest.raises(ValueError, match=f"{model_type}.*{next(iter(wrong))}"):
             model(tokens, **wrong)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_a_trainer_trains_it(model_type, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (4, 9))]
+    options = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    trainer = Trainer(small(model_type).float(), TrainingArguments(tmp_path, **options), train_dataset=rows)
+    assert trainer.train().training_loss > 0
 
 
 def test_every_fourth_layer_of_gss_hybrid_is_attention():

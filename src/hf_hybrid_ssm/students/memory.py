@@ -47,7 +47,7 @@ class HeadMixer(LonghornMixer):
         size = self.num_heads * self.state_size
         self.q_proj, self.k_proj = (nn.Linear(config.hidden_size, size, bias=config.use_bias) for _ in range(2))
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        self.q_norm, self.k_norm = (None if norm is None else copy.deepcopy(norm) for norm in norms)
+        self.q_norm, self.k_norm = (None if norm is None else _copied(norm) for norm in norms)
 
     def inputs_of(self, z: torch.Tensor, x: torch.Tensor | None, angles: Any) -> tuple[torch.Tensor, ...]:
         """The input of attention (B, L, d), and angles (B, L, ...) where keys are turned."""
@@ -150,6 +150,15 @@ class MemoryInstead(nn.Module):
         return self.memory(hidden_states, student.rows if known else None, student.cache if known else None), None
 
 
+def _copied(norm: nn.Module) -> nn.Module:
+    """Another one; of whole weights where DeepSpeed has left a part of them here (ZeRO-3), which are loaded later."""
+    copied = copy.deepcopy(norm)
+    for name, weight in norm.named_parameters():
+        if hasattr(weight, "ds_shape"):
+            copied.register_parameter(name, nn.Parameter(torch.ones(weight.ds_shape, dtype=weight.dtype)))
+    return copied
+
+
 def add_memory(base: Any, index: int, plan: LayerPlan, layer: AttentionLayer, rotate: Any, fields: dict) -> None:
     """Put the memory of a layer into the base model of a student.
 
@@ -167,7 +176,8 @@ def add_memory(base: Any, index: int, plan: LayerPlan, layer: AttentionLayer, ro
         return
     own = {name for name, _ in attention.named_children()} - {"sink"}
     with_norms = {"q_norm", "k_norm"} <= own
-    sizes = {norm.weight.numel() for name, norm in attention.named_children() if name in ("q_norm", "k_norm")}
+    norms = [norm.weight for name, norm in attention.named_children() if name in ("q_norm", "k_norm")]
+    sizes = {getattr(weight, "ds_numel", weight.numel()) for weight in norms}  # DeepSpeed's, of which it holds a part
     if own - {"q_norm", "k_norm"} != HEADS or sizes - {layer.key_size} or layer.turned is None:
         raise ValueError(
             f"student.layers[{index}].memory={plan.memory!r} stands beside attention of {', '.join(sorted(HEADS))}, "

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs
 
+from hf_hybrid_ssm.layers.plain_tensors import plain_tensors
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import ROPE_BY_LENGTH
 
 LOOKED_AT = "hybrid_student_looks"
@@ -96,7 +97,7 @@ def _look(model_type: str, config: Any) -> dict[int, AttentionLayer]:
     look, rotaries, reason, is_built = _Look(), [], None, False
     try:
         # on meta, experts are multiplied in bfloat16 alone
-        with torch.inference_mode(False), torch.device("meta"), _dtype(torch.bfloat16):
+        with plain_tensors(), torch.inference_mode(False), torch.device("meta"), _dtype(torch.bfloat16):
             model = model_class(config).eval().requires_grad_(False).base_model
             look.names = {id(module): name for name, module in model.named_modules()}
             if hasattr(model, "rotary_emb"):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.layers.plain_tensors import plain_tensors
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 
@@ -86,7 +87,7 @@ class Mixer(Float32ParametersMixin):
 
     def initial_values(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """`init_parameters()` on the CPU (or the meta device), each value in the dtype of its parameter."""
-        with torch.device(device), torch.no_grad():
+        with plain_tensors(), torch.device(device), torch.no_grad():
             values = self.init_parameters()
         return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
 

@@ -19,11 +19,11 @@ class ParametrizableLSTM(nn.LSTM):
 
     def forward(self, *args: Any) -> Any:
         if not is_parametrized(self):
-            return super().forward(*args)
+            return nn.LSTM.forward(self, *args)  # super() cannot be traced with torch 2.15
         plain: Any = self._flat_weights
         self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
         try:
-            return super().forward(*args)
+            return nn.LSTM.forward(self, *args)  # super() cannot be traced with torch 2.15
         finally:
             self._flat_weights = plain
 

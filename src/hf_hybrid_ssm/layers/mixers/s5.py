@@ -203,4 +203,6 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def _truncated_normal(*shape: int, variance: float) -> torch.Tensor:
-    return torch.nn.init.trunc_normal_(torch.empty(shape, dtype=torch.float64), **truncated_normal(variance))
+    drawn = torch.empty(shape, dtype=torch.float64)
+    torch.nn.init.trunc_normal_(drawn, **truncated_normal(variance))  # None where transformers draws later (ZeRO-3)
+    return drawn
