@@ -16,7 +16,7 @@ from _lib.checks import check_vocabulary
 from _lib.documents import DataArguments, begin_of, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
-from _lib.runs import StartArguments, figures_of, seed_of_data, tokens_of, train_and_save, write_run
+from _lib.runs import StartArguments, figures_of, parameters_of, seed_of_data, tokens_of, train_and_save, write_run
 from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
 from _lib.training import LanguageTrainer, load_to_train, perplexity
 
@@ -108,7 +108,7 @@ def pretrain(
     run = train_and_save(trainer, model_arguments)
     validation_loss = trainer.evaluate()["eval_loss"]
     results = figures_of(trainer, run) | {
-        "parameters_beside_embeddings": model.num_parameters(exclude_embeddings=True),
+        "parameters_beside_embeddings": parameters_of(model, beside_embeddings=True),
         "tokens": tokens_of(trainer, data.sequence_length),
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),

@@ -18,6 +18,7 @@ from typing import Any
 from _lib.checks import check_checkpoint, check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
 from _lib.entry import start
+from _lib.runs import parameters_of
 from _lib.training import Trainer, load_to_train, perplexity, say, say_figures, write_figures, write_lines
 
 import torch
@@ -190,7 +191,7 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
     results: dict[str, Any] = {
         "rows": len(train),
         "steps": trainer.state.global_step,
-        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "trained_parameters": parameters_of(trainer.model, trained=True),
         "train_loss": run.training_loss,
         "seconds": run.metrics["train_runtime"],
     }

@@ -8,6 +8,7 @@ from _lib.checks import check_checkpoint, check_config, check_either, check_outp
 from _lib.training import checkpoint_to_resume, plot_loss, say_figures, write_figures, write_json
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
@@ -98,11 +99,19 @@ def train_and_save(trainer: Trainer, arguments: Any) -> TrainOutput:
     return run
 
 
+def parameters_of(model: nn.Module, *, beside_embeddings: bool = False, trained: bool = False) -> int:
+    """How many numbers, as `num_parameters` counts; of whole ones where DeepSpeed has a part of each here (ZeRO-3)."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and beside_embeddings]
+    left_out = {id(weight) for weight in tables}
+    counted = (part for part in model.parameters() if id(part) not in left_out and (part.requires_grad or not trained))
+    return sum(getattr(part, "ds_numel", part.numel()) for part in counted)
+
+
 def figures_of(trainer: Trainer, run: TrainOutput) -> dict[str, Any]:
     """What every run tells in results.json."""
     return {
         "model_type": trainer.model.config.model_type,
-        "parameters": trainer.model.num_parameters(),
+        "parameters": parameters_of(trainer.model),
         "steps": trainer.state.global_step,
         "train_loss": run.training_loss,
         "seconds": run.metrics["train_runtime"],

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def answer(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -43,6 +50,16 @@ def train(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     return losses
 
 
+@torch.no_grad()
+def check_smoothed_labels(model: torch.nn.Module, ids: torch.Tensor, folder: Path) -> None:
+    """A Trainer compares logits with the next token where a table has the name of the class."""
+    options = TrainingArguments(str(folder / "smoothed"), report_to="none", use_cpu=True, label_smoothing_factor=0.1)
+    seen = Trainer(model, options).compute_loss(model, {"input_ids": ids, "labels": ids})
+    surprise = -model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    wanted = 0.9 * surprise.gather(-1, ids[:, 1:, None]).mean() + 0.1 * surprise.mean()
+    torch.testing.assert_close(seen, wanted)
+
+
 def check_wrapped_weights_are_refused(folder: Path, auto: type) -> None:
     file = folder / "model.safetensors"
     save_file({f"module.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
@@ -61,6 +78,8 @@ def main(folder: Path) -> None:
     assert type(model).__module__.startswith("transformers_modules")
     ids = torch.arange(3, 27).view(2, 12)
     found = answer(model, ids)
+    if not config.is_encoder_decoder:
+        check_smoothed_labels(model, ids, folder)
     losses = train(model, ids)
     assert losses[-1] < losses[0], losses
     trained = answer(model, ids)

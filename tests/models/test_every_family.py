@@ -117,6 +117,14 @@ def test_forward_compiles_into_one_graph(variant):
 
 
 @EVERY
+def test_a_trainer_with_liger_kernels_evaluates(variant):
+    """It hands on an argument of liger's, which has no kernels for these models; transformers' own ignore it too."""
+    model, batch = language_model(variant), batch_of(variant)
+    with torch.no_grad():
+        assert torch.equal(model(**batch, skip_logits=True).logits, model(**batch).logits)
+
+
+@EVERY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_precisions_generate_and_stay_near(variant, dtype):
     exact = language_model(variant)

@@ -80,3 +80,7 @@ def test_presets_are_what_accelerate_reads(preset):
     content = yaml.safe_load(preset.read_text(encoding="utf-8"))
     for key, value in {**content.get("fsdp_config", {}), **content.get("deepspeed_config", {})}.items():
         assert str(getattr(arguments, key)).lower() == str(value).lower(), key
+    if file := content.get("deepspeed_config", {}).get("deepspeed_config_file"):
+        found = json.loads((RECIPES.parent / file).read_text(encoding="utf-8"))
+        assert found["zero_optimization"]["stage"] == int(preset.stem[-1])
+        assert found["torch_autocast"]["enabled"] and "bf16" not in found  # which rounds the weights

@@ -43,6 +43,18 @@ def test_auto_classes_know_students(tmp_path):
     assert torch.equal(eager(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("name", EVERY_STUDENT)
+@pytest.mark.parametrize("written", ["eager", "sdpa", None])
+def test_an_attention_that_is_written_to_the_configuration_is_that_of_the_student(name, written):
+    """As llmcompressor does for its calibration (0.14)."""
+    model, ids = copy.deepcopy(student_model(name)), tokens(2, 20)
+    wanted = model(ids).logits
+    model.config._attn_implementation = written
+    close(model(ids).logits, wanted, 1e-5)
+    model.config._attn_implementation = written
+    assert torch.equal(model.generate(ids, **GREEDY), student_model(name).generate(ids, **GREEDY))
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [

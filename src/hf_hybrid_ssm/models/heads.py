@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
@@ -180,6 +181,12 @@ class CausalLMHead(HybridGenerationMixin, LMHead):
     """Next-token prediction."""
 
     output_class = CausalLMOutputWithCache
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """`Trainer` shifts smoothed labels where this table has the class, and a folder's own code is not in it."""
+        super().__init_subclass__(**kwargs)
+        config_class: Any = cls.config_class  # type: ignore[attr-defined]
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config_class.model_type, cls.__name__)
 
     @can_return_tuple
     @by_both_cache_names

@@ -13,6 +13,7 @@ INTEGERS = (torch.int32, torch.int64)
 # what every forward may be given: what transformers lists, and what its decorators, `generate` and losses hand on
 LISTED = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "use_cache", "is_causal"}
 LISTED |= {"debug_io", "debug_io_dir", "prune_layers", "shift_labels", "ignore_index"}
+LISTED |= {"skip_logits"}  # of a Trainer that evaluates with use_liger_kernel, which has no kernels for these models
 
 
 def refuse_where(is_wrong: torch.Tensor, message: str) -> None:
