@@ -6,10 +6,10 @@ All read the same text with several seeds, and their validation losses are compa
 
 `base` holds settings of pretrain_clm.py, each of `variants` what differs. With `learning_rates`, each variant first
 tries these for `search_steps` steps with the first seed, and keeps the best. Writes comparison.json (every run, mean
-and standard deviation, and with `reference` the paired differences to that variant, or to its own of `references`, and
-how many times as many tokens it needs for the same loss) and comparison.png (loss against tokens and CPU time; both
-where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one beside it. A
-comparison that was killed goes on with the runs it lacks.
+and standard deviation, with `reference` the paired differences to that variant or to its own of `references`, and
+without `references` how many times as many tokens it needs for the same loss) and comparison.png (loss against tokens
+and CPU time; both where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one
+beside it. A comparison that was killed goes on with the runs it lacks.
 """
 
 import json
@@ -64,7 +64,10 @@ class CompareArguments:
         if self.reference is not None and self.reference not in (self.only or self.variants):
             named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
             raise ValueError(f"reference={self.reference!r} must be one of {named}.")
-        check_known("references", [*self.references, *self.references.values()], self.variants)
+        check_known("references", self.references, self.variants)
+        check_known("references", self.references.values(), self.only or self.variants)
+        if self.references and (self.reference is None or self.reference in self.references):
+            raise ValueError(f"references={self.references} needs a reference of the others, which has none itself.")
         if self.learning_rates and self.search_steps < 1:
             raise ValueError(f"learning_rates are tried for search_steps={self.search_steps}, which must be positive.")
 
@@ -159,7 +162,8 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
                 if arguments.references:
                     figures["references"] = arguments.references
                 figures["differences"] = differences(runs, arguments.reference, arguments.references)
-                figures["token_efficiency"] = efficiencies(runs, arguments.reference)
+                if not arguments.references:
+                    figures["token_efficiency"] = efficiencies(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
     has_curves = any(run["curve"] for found in runs.values() for run in found)
     picture = partial(draw, figures["models"]) if has_curves else None
@@ -194,12 +198,12 @@ def differences(
     runs: dict[str, list[dict[str, Any]]], reference: str, own: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Loss minus the reference's of the same seed: the mean, and half the width of its 95 % interval (Student's t).
-    `own` names the variants that have another reference."""
+    `own` names the variants that have another reference, which has no difference itself."""
     found = {}
     for name, others in runs.items():
         base = {run["seed"]: run["validation_loss"] for run in runs.get((own or {}).get(name, reference), [])}
         pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
-        if name == reference or not pairs:
+        if name == reference or name in (own or {}).values() or not pairs:
             continue
         found[name] = mean_of(pairs) | {"pairs": len(pairs)}
     return found

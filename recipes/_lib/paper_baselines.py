@@ -8,12 +8,12 @@ cache, and reach over the borders of packed documents.
 
 from typing import Any
 
-from _lib.peers import check_whole_rows
+from _lib.peers import check_whole_rows, register
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm, apply_rotary_pos_emb
 
@@ -22,25 +22,30 @@ from hf_hybrid_ssm.ops.local_attention import local_attention
 
 
 class GatedStateSpace(GradientCheckpointingLayer):
-    """x + W_o (gelu(W_v x') * W_y S(gelu(W_u x'))) with x' = norm(x) and S an S4D of `state_space_width` channels,
-    where the paper has a diagonal state-space model (DSS) of its own; W_v and W_y lead to `gate_width`."""
+    """x + W_o (gelu(W_v x') * W_y S(norm(gelu(W_u x')))) with x' = norm(x); W_v and W_y lead to `gate_width`.
+
+    S is an S4D of `state_space_width` channels, each with its own modes and step; the paper's DSS shares its modes and
+    has no step.
+    """
 
     def __init__(self, config: "GssHybridConfig"):
         super().__init__()
         width, narrow, wide = config.hidden_size, config.state_space_width, config.gate_width
         self.norm = MistralRMSNorm(width, eps=config.rms_norm_eps)
         self.gate_proj, self.in_proj = nn.Linear(width, wide), nn.Linear(width, narrow)
+        self.state_space_norm = MistralRMSNorm(narrow, eps=config.rms_norm_eps)
         self.state_space = S4D(narrow, state_size=config.state_size)
         self.state_proj, self.out_proj = nn.Linear(narrow, wide), nn.Linear(wide, width)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         x = self.norm(hidden_states)
-        y = self.state_space(F.gelu(self.in_proj(x)))
+        y = self.state_space(self.state_space_norm(F.gelu(self.in_proj(x))))
         return hidden_states + self.out_proj(F.gelu(self.gate_proj(x)) * self.state_proj(y))
 
 
 class MovingAverageGatedAttention(nn.Module):
-    """MEGA's layer (equations 5 to 16 of its paper) on x and x' = norm(x), with softmax in chunks of `chunk_size`.
+    """MEGA's layer on x and x' = norm(x), with softmax in chunks of `chunk_size`; the average with a skip and SiLU, as
+    in its code. Rotary positions stand in the place of its bias by distance.
 
     m is the damped moving average of x'; z = silu(W_z m) of `shared_width`, q and k its affine maps with rotary
     positions, v = silu(W_v x') of `value_width`; r = silu(W_r m), u = sigmoid(W_u m), and
@@ -157,7 +162,5 @@ class MegaChunkForCausalLM(_WholeRows):
     layer_class = MegaLayer
 
 
-AutoConfig.register("gss_hybrid", GssHybridConfig, exist_ok=True)
-AutoModelForCausalLM.register(GssHybridConfig, GssHybridForCausalLM, exist_ok=True)
-AutoConfig.register("mega_chunk", MegaChunkConfig, exist_ok=True)
-AutoModelForCausalLM.register(MegaChunkConfig, MegaChunkForCausalLM, exist_ok=True)
+register(GssHybridConfig, GssHybridForCausalLM)
+register(MegaChunkConfig, MegaChunkForCausalLM)

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
@@ -159,10 +160,12 @@ def check_whole_rows(name: str, given: Mapping[str, Any]) -> None:
     """A model that keeps nothing between calls is asked for whole rows.
 
     Raises:
-        ValueError: `use_cache=True`, a cache, or a mask that hides tokens.
+        ValueError: `use_cache=True`, a cache, hidden states, or a mask that hides tokens.
     """
     if given.get("use_cache") or any(given.get(cache) is not None for cache in ("cache", "past_key_values")):
         raise ValueError(f"{name} keeps no cache; use_cache must be False.")
+    if given.get("output_hidden_states"):
+        raise ValueError(f"{name} records no hidden states; output_hidden_states must be False.")
     if (mask := given.get("attention_mask")) is not None and not mask.all():
         raise ValueError(f"{name} takes whole rows; attention_mask must hide no token.")
 
@@ -272,11 +275,14 @@ class LstmForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-for _config, _model in (
-    (NativeMambaConfig, NativeMambaForCausalLM),
-    (GatedDeltaNetConfig, GatedDeltaNetForCausalLM),
-    (ConvolvedLlamaConfig, ConvolvedLlamaForCausalLM),
-    (LstmConfig, LstmForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
+def register(config: type[PreTrainedConfig], model: type[PreTrainedModel]) -> None:
+    """With the Auto classes, and where a Trainer looks that smooths labels."""
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
+
+
+register(NativeMambaConfig, NativeMambaForCausalLM)
+register(GatedDeltaNetConfig, GatedDeltaNetForCausalLM)
+register(ConvolvedLlamaConfig, ConvolvedLlamaForCausalLM)
+register(LstmConfig, LstmForCausalLM)

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.layers.plain_tensors import whole_shape
 from hf_hybrid_ssm.training.optim import has_muon
 
 
@@ -104,7 +105,7 @@ def parameters_of(model: nn.Module, *, beside_embeddings: bool = False, trained:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and beside_embeddings]
     left_out = {id(weight) for weight in tables}
     counted = (part for part in model.parameters() if id(part) not in left_out and (part.requires_grad or not trained))
-    return sum(getattr(part, "ds_numel", part.numel()) for part in counted)
+    return sum(whole_shape(part).numel() for part in counted)
 
 
 def figures_of(trainer: Trainer, run: TrainOutput) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class Trainer(transformers.Trainer):
             rate, decay = self.args.learning_rate, self.args.weight_decay
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             if self.muon:
+                if self.is_deepspeed_enabled:
+                    raise ValueError("muon=true takes whole matrices, which DeepSpeed does not keep: leave one out.")
                 betas = (self.args.adam_beta1, self.args.adam_beta2)
                 self.optimizer = MuonAdamW(model, rate, decay, betas=betas, eps=self.args.adam_epsilon)
             else:

@@ -108,6 +108,31 @@ def test_a_search_on_whole_runs_makes_those_of_the_first_seed(settings, tmp_path
     assert found == sorted([*searched, ("narrow-1", 1), ("wide-1", 1)])
 
 
+def test_a_difference_is_to_the_reference_that_a_variant_names():
+    runs = {
+        name: [{"seed": seed, "validation_loss": loss * (1 + seed)} for seed in (0, 1)]
+        for name, loss in {"a": 1.0, "b": 2.0, "b and more": 5.0, "c": 4.0}.items()
+    }
+    found = compare_module.differences(runs, "a", {"b and more": "b"})
+    assert {name: one["mean"] for name, one in found.items()} == {"b and more": 4.5, "c": 4.5}
+    assert set(compare_module.differences(runs, "a")) == {"b", "b and more", "c"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"references": {"wide": "narrow"}},
+        {"reference": "narrow", "references": {"wide": "other"}},
+        {"reference": "narrow", "references": {"narrow": "wide"}},
+        {"reference": "narrow", "references": {"other": "wide"}, "only": ["narrow", "other"]},
+    ],
+)
+def test_references_that_say_nothing_are_refused(given):
+    with pytest.raises(ValueError, match="references"):
+        names = ("narrow", "wide", "other")[: 2 + ("only" in given)]
+        CompareArguments({}, {name: {} for name in names}, **given)
+
+
 CONFIGS = Path(__file__).parents[2] / "recipes/configs/compare"
 PARTS = {  # what adds parts to a stack, which it names
     "spade_books": 1.35, "spade_windows": 1.45, "spade_layers": 1.55, "bst_layers": 1.4, "bst_states": 1.4,

@@ -5,6 +5,7 @@ import torch
 from _lib import paper_baselines  # noqa: F401 - registers both
 from torch.nn.functional import gelu, silu, softmax
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 SIZES = {
@@ -38,7 +39,8 @@ def normed(norm, x):
 def gated_state_space(layer, x, positions):
     state, read, xs = None, [], normed(layer.norm, x)
     for t in range(x.shape[1]):
-        y, state = layer.state_space(gelu(linear(layer.in_proj, xs[:, t : t + 1])), state, return_state=True)
+        u = normed(layer.state_space_norm, gelu(linear(layer.in_proj, xs[:, t : t + 1])))
+        y, state = layer.state_space(u, state, return_state=True)
         read.append(y)
     gate = gelu(linear(layer.gate_proj, xs))
     return x + linear(layer.out_proj, gate * linear(layer.state_proj, torch.cat(read, 1)))
@@ -95,7 +97,8 @@ def test_no_token_reads_ahead_and_every_weight_learns(model_type):
     assert not any(differs[:6]) and all(differs[6:])
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as recipes train with bf16=true
         assert abs(model.float()(input_ids=tokens, labels=tokens).loss - loss) < 0.1
-    for wrong in ({"use_cache": True}, {"attention_mask": torch.tensor([[0] + [1] * 10] * 2)}):
+    hidden = {"attention_mask": torch.tensor([[0] + [1] * 10] * 2)}
+    for wrong in ({"use_cache": True}, {"output_hidden_states": True}, hidden):
         with pytest.raises(ValueError, match=f"{model_type}.*{next(iter(wrong))}"):
             model(tokens, **wrong)
 
@@ -106,6 +109,7 @@ def test_a_trainer_trains_it(model_type, tmp_path):
     options = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
     trainer = Trainer(small(model_type).float(), TrainingArguments(tmp_path, **options), train_dataset=rows)
     assert trainer.train().training_loss > 0
+    assert type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # smoothed labels are shifted
 
 
 def test_every_fourth_layer_of_gss_hybrid_is_attention():

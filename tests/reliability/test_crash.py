@@ -148,6 +148,27 @@ def test_cut_off_files_are_noticed(checkpoint, name, kept):
     assert latest_complete_checkpoint(checkpoint.parent) == str(checkpoint.with_name(f"checkpoint-{STEPS - 2}"))
 
 
+@pytest.mark.parametrize("name", [None, "latest", "optim", "model"])
+@pytest.mark.parametrize("kept", [0.5, None])
+def test_those_of_deepspeed(checkpoint, name, kept):
+    """It names the folder of its states last (0.19.8); `name` is what is cut off, or was never written."""
+    states = checkpoint / f"global_step{STEPS}"
+    states.mkdir()
+    (checkpoint / "optimizer.pt").rename(states / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shutil.copy(checkpoint / "scheduler.pt", states / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (checkpoint / "latest").write_text(states.name)
+    if name is None:
+        assert checkpoint_defect(checkpoint) is None
+        assert latest_complete_checkpoint(checkpoint.parent) == str(checkpoint)
+        return
+    path = checkpoint / name if name == "latest" else next(states.glob(f"*{name}_states.pt"))
+    content = path.read_bytes()
+    path.unlink()
+    if kept is not None:
+        path.write_bytes(content[: int(kept * len(content))])
+    assert latest_complete_checkpoint(checkpoint.parent) == str(checkpoint.with_name(f"checkpoint-{STEPS - 2}"))
+
+
 def test_a_changed_byte_and_a_wrong_step_are_noticed(checkpoint):
     path = checkpoint / "optimizer.pt"
     content = bytearray(path.read_bytes())

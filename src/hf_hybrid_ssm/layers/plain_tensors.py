@@ -1,9 +1,11 @@
-"""Tensors as they were asked for, where DeepSpeed partitions parameters while a model is built."""
+"""Tensors and sizes as they were asked for, where DeepSpeed partitions parameters (ZeRO-3)."""
 
 import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 
 @contextlib.contextmanager
@@ -15,7 +17,8 @@ def plain_tensors() -> Iterator[None]:
     long as it builds its own engine; this leaves it in the same way.
     """
     zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is None:
+    context = getattr(zero, "top_level_context", None)
+    if context is None or not context.patched:  # not begun, or left already
         yield
         return
     zero.shutdown_init_context()
@@ -23,3 +26,21 @@ def plain_tensors() -> Iterator[None]:
         yield
     finally:
         zero.restore_init_context()
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, of which DeepSpeed may have left a part here; that is then a vector, or empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def check_whole(module: torch.nn.Module, name: str) -> None:
+    """What reads weights needs whole ones.
+
+    Raises:
+        ValueError: DeepSpeed has partitioned them.
+    """
+    if any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
+        raise ValueError(
+            f"{name}: DeepSpeed (ZeRO of stage 3) has left a part of each weight of {type(module).__name__} here, and "
+            "whole ones are needed; load it without stage 3."
+        )

@@ -185,8 +185,8 @@ class CausalLMHead(HybridGenerationMixin, LMHead):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """`Trainer` shifts smoothed labels where this table has the class, and a folder's own code is not in it."""
         super().__init_subclass__(**kwargs)
-        config_class: Any = cls.config_class  # type: ignore[attr-defined]
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config_class.model_type, cls.__name__)
+        if (config_class := getattr(cls, "config_class", None)) is not None:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config_class.model_type, cls.__name__)
 
     @can_return_tuple
     @by_both_cache_names

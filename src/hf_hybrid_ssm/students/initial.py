@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from hf_hybrid_ssm.layers.plain_tensors import check_whole
 from hf_hybrid_ssm.students.configuration import (
     HybridStudentConfig,
     LayerPlan,
@@ -106,8 +107,10 @@ def student_of(
         The student, in the teacher's dtype, on its device and in its mode.
 
     Raises:
-        ValueError: as of `student_config`; or the teacher holds other weights than those of its class.
+        ValueError: as of `student_config`; or the teacher holds other weights than those of its class, or parts of
+            them (DeepSpeed).
     """
+    check_whole(teacher, "teacher")
     config = student_config(teacher.config, **plan) if config is None else config
     with init.no_init_weights():
         student = student_class(type(teacher))._from_config(config, dtype=teacher.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from hf_hybrid_ssm.layers.plain_tensors import whole_shape
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
@@ -153,9 +154,11 @@ class MemoryInstead(nn.Module):
 def _copied(norm: nn.Module) -> nn.Module:
     """Another one; of whole weights where DeepSpeed has left a part of them here (ZeRO-3), which are loaded later."""
     copied = copy.deepcopy(norm)
-    for name, weight in norm.named_parameters():
-        if hasattr(weight, "ds_shape"):
-            copied.register_parameter(name, nn.Parameter(torch.ones(weight.ds_shape, dtype=weight.dtype)))
+    for path, module in norm.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if whole_shape(weight) != weight.shape:
+                whole = nn.Parameter(torch.ones(whole_shape(weight), dtype=weight.dtype))
+                copied.get_submodule(path).register_parameter(name, whole)
     return copied
 
 
@@ -177,7 +180,7 @@ def add_memory(base: Any, index: int, plan: LayerPlan, layer: AttentionLayer, ro
     own = {name for name, _ in attention.named_children()} - {"sink"}
     with_norms = {"q_norm", "k_norm"} <= own
     norms = [norm.weight for name, norm in attention.named_children() if name in ("q_norm", "k_norm")]
-    sizes = {getattr(weight, "ds_numel", weight.numel()) for weight in norms}  # DeepSpeed's, of which it holds a part
+    sizes = {whole_shape(weight).numel() for weight in norms}
     if own - {"q_norm", "k_norm"} != HEADS or sizes - {layer.key_size} or layer.turned is None:
         raise ValueError(
             f"student.layers[{index}].memory={plan.memory!r} stands beside attention of {', '.join(sorted(HEADS))}, "

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_hybrid_ssm.layers.plain_tensors import check_whole, whole_shape
+
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
@@ -41,7 +43,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None 
                 continue
             seen.add(id(parameter))
             is_bias = any("bias" in part for part in (name, path.rpartition(".")[2]))
-            decay = weight_decay if parameter.dim() >= 2 and not is_bias else 0.0
+            decay = weight_decay if len(whole_shape(parameter)) >= 2 and not is_bias else 0.0
             options = _options(module, name, parameter, decay, lr)
             group = groups.setdefault(tuple(sorted(options.items())), {"params": [], **options})
             group["params"].append(parameter)
@@ -70,7 +72,8 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: AdamW's.
 
     Raises:
-        ValueError: an argument is out of range, or the model has no such map that is trained.
+        ValueError: an argument is out of range, the model has no such map that is trained, or DeepSpeed has
+            partitioned it.
         ImportError: torch is older than 2.9, which has no Muon.
     """
 
@@ -87,6 +90,7 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ImportError(f"torch {torch.__version__} has no Muon; torch 2.9 does.")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum} must be at least 0 and below 1.")
+        check_whole(model, "MuonAdamW")
         matrices = _hidden_matrices(model)
         chosen: tuple[list, list] = ([], [])
         for group in parameter_groups(model, weight_decay, lr=lr):

@@ -40,6 +40,14 @@ def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
         if missing := [path.name for path in sharded if not (path / ".metadata").is_file()]:
             return f"{missing[0]} has no .metadata, which is written last"
         needed: tuple[str, ...] = ("trainer_state.json", "scheduler.pt")
+    elif (folder / "latest").is_file():  # DeepSpeed, which names there the folder of weights and states, last
+        states = folder / (folder / "latest").read_text(encoding="utf-8").strip()
+        if not any(states.glob("*optim_states.pt")) or not any(states.glob("*model_states.pt")):
+            return f"{states.name} lacks its states"
+        for path in sorted(states.glob("*.pt")):
+            if reason := _archive_damage(path):
+                return reason
+        needed = ("trainer_state.json",)
     else:
         needed = NEEDED
         try:

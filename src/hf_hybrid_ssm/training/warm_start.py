@@ -6,6 +6,8 @@ from collections.abc import Collection
 import torch
 from transformers import AutoModel, PreTrainedModel
 
+from hf_hybrid_ssm.layers.plain_tensors import check_whole
+
 
 def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.PathLike) -> int:
     """Set `model`'s token embeddings (and the output weights tied to them) to those of `source`, bit for bit.
@@ -19,14 +21,16 @@ def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.P
         How many rows were set.
 
     Raises:
-        ValueError: widths differ, `source` has more rows, its checkpoint has no embeddings, or `model` has no single
-            table (an adaptive vocabulary).
+        ValueError: widths differ, `source` has more rows, its checkpoint has no embeddings, `model` has no single
+            table (an adaptive vocabulary), or DeepSpeed has partitioned one of them.
     """
     made_up: Collection[str] = ()
     if not isinstance(source, PreTrainedModel):
         place = source
         source, report = AutoModel.from_pretrained(place, output_loading_info=True)
         made_up = report["missing_keys"]
+    check_whole(model, "model")
+    check_whole(source, "source")
     target, donor = model.get_input_embeddings(), source.get_input_embeddings()
     for name, table in (("model", target), ("source", donor)):
         if not isinstance(getattr(table, "weight", None), torch.Tensor):
