@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# torch.compile raises an internal error on a subclass of nn.LSTM, nn.GRU or nn.RNN whose forward calls super().forward.
-# torch 2.13 and 2.14.1 compile it, and so does 2.15 where the parent is called by its name, or where nothing is
-# overridden: recurrent modules now leave the compiled program at their call, and a call by way of super() was not
-# thought of.
+# torch.compile raises an internal error on a subclass of nn.LSTM whose forward calls super().forward (of nn.GRU and nn.RNN
+# too, by hand). torch 2.15 compiles it where the parent is called by its name, or where nothing is overridden; 2.13 and
+# 2.14.1 compile it in each form (by hand).
 set -euo pipefail
 
 folder=$(mktemp -d)
