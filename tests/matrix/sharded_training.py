@@ -28,7 +28,7 @@ def train(stage: int, folder: Path, out: Path) -> None:
     rows = ROWS // int(os.environ.get("WORLD_SIZE", "1"))
     arguments = TrainingArguments(
         str(out), max_steps=2, per_device_train_batch_size=rows, logging_steps=1,
-        learning_rate=0.1, lr_scheduler_type="constant", optim="sgd", save_strategy="no", report_to="none",
+        learning_rate=0.01, lr_scheduler_type="constant", optim="sgd", save_strategy="no", report_to="none",
         use_cpu=True, disable_tqdm=True,
         deepspeed=zero if stage else None,
     )  # fmt: skip

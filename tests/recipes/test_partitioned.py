@@ -3,6 +3,7 @@
 DeepSpeed itself is asked by `tests/matrix/test_sharded_training.py`.
 """
 
+import copy
 import sys
 import types
 
@@ -127,4 +128,4 @@ def test_what_needs_whole_weights_refuses_parts():
     with pytest.raises(ValueError, match="model: DeepSpeed"):
         copy_embeddings(model, own_language_model("longhorn"))
     with pytest.raises(ValueError, match="teacher: DeepSpeed"):
-        student_of(partition(teacher("qwen3")))
+        student_of(partition(copy.deepcopy(teacher("qwen3"))))
