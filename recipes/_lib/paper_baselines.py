@@ -8,7 +8,7 @@ cache, and reach over the borders of packed documents.
 
 from typing import Any
 
-from _lib.peers import check_whole_rows, register
+from _lib.peers import WholeRowsMixin, register
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +47,14 @@ class MovingAverageGatedAttention(nn.Module):
     """MEGA's layer on x and x' = norm(x), with softmax in chunks of `chunk_size`; the average with a skip and SiLU, as
     in its code. Rotary positions stand in the place of its bias by distance.
 
-    m is the damped moving average of x'; z = silu(W_z m) of `shared_width`, q and k its affine maps with rotary
+    m is the damped moving average of x'; z = silu(W_z m) of `head_dim`, q and k its affine maps with rotary
     positions, v = silu(W_v x') of `value_width`; r = silu(W_r m), u = sigmoid(W_u m), and
     h = silu(W_h m + U (r * attention(q, k, v))). The result is x + u (h - x).
     """
 
     def __init__(self, config: "MegaChunkConfig"):
         super().__init__()
-        width, shared, values = config.hidden_size, config.shared_width, config.value_width
+        width, shared, values = config.hidden_size, config.head_dim, config.value_width
         self.chunk_size, self.sizes = config.chunk_size, (width, shared, values, width)
         self.average = EMA(width, state_size=config.state_size)
         self.value_proj, self.average_proj = nn.Linear(width, values), nn.Linear(width, sum(self.sizes))
@@ -108,13 +108,10 @@ class MegaChunkConfig(MistralConfig):
     value_width: int = 2048
     chunk_size: int = 512
 
-    @property
-    def shared_width(self) -> int:
-        """Of q and k, one head."""
-        return self.head_dim
 
+class _Mixed(WholeRowsMixin, MistralForCausalLM):
+    """A Mistral some or all of whose layers are `layer_class`."""
 
-class _WholeRows(MistralForCausalLM):
     layer_class: type[nn.Module]
 
     def __init__(self, config: MistralConfig):
@@ -133,21 +130,8 @@ class _WholeRows(MistralForCausalLM):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ):
-        """All by name, since a Trainer hands on what it finds there."""
-        check_whole_rows(self.config.model_type, kwargs | {"use_cache": use_cache, "attention_mask": attention_mask})
-        return super().forward(input_ids, position_ids=position_ids, labels=labels, use_cache=False, **kwargs)
 
-
-class GssHybridForCausalLM(_WholeRows):
+class GssHybridForCausalLM(_Mixed):
     config: GssHybridConfig
     config_class = GssHybridConfig
     layer_class = GatedStateSpace
@@ -156,7 +140,7 @@ class GssHybridForCausalLM(_WholeRows):
         return number % 4 != 1
 
 
-class MegaChunkForCausalLM(_WholeRows):
+class MegaChunkForCausalLM(_Mixed):
     config: MegaChunkConfig
     config_class = MegaChunkConfig
     layer_class = MegaLayer

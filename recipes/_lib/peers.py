@@ -170,6 +170,29 @@ def check_whole_rows(name: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} takes whole rows; attention_mask must hide no token.")
 
 
+class WholeRowsMixin:
+    """A language model of transformers that keeps no cache of what was added to it. All arguments have names, since a
+    Trainer hands on those that it finds.
+
+    Raises:
+        ValueError: as of `check_whole_rows`, in forward.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ):
+        own: Any = self
+        check_whole_rows(own.config.model_type, kwargs | {"use_cache": use_cache, "attention_mask": attention_mask})
+        given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
+        return super().forward(**given, **kwargs)  # type: ignore[misc]
+
+
 class ConvolvedLlamaConfig(LlamaConfig):
     """`LlamaConfig` with `conv_kernel`, the width of the convolution; 4 by default, as Longhorn's."""
 
@@ -178,7 +201,7 @@ class ConvolvedLlamaConfig(LlamaConfig):
     conv_kernel: int = 4
 
 
-class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
+class ConvolvedLlamaForCausalLM(WholeRowsMixin, LlamaForCausalLM):
     """Llama whose attention reads, in every layer, a short causal convolution of its normalised input, with SiLU: what
     Longhorn's recurrence reads. For whole rows: it has no cache for the convolution, which reaches over
     the borders of packed documents.
@@ -197,19 +220,6 @@ class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
             layer.self_attn.short_conv = nn.Conv1d(width, width, taps, groups=width)
             layer.self_attn.register_forward_pre_hook(_convolve_input, with_kwargs=True)
         config.use_cache = False
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ):
-        check_whole_rows("llama_conv", kwargs | {"use_cache": use_cache, "attention_mask": attention_mask})
-        given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
-        return super().forward(**given, **kwargs)
 
 
 def _convolve_input(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

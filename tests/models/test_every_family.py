@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.matrix.checks import EVERY_FAMILY, without_dropout
 from tests.models import invariances as inv
@@ -114,6 +116,17 @@ def test_forward_compiles_into_one_graph(variant):
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         got = compiled(ids, use_cache=False).logits
         torch.testing.assert_close(got, inv.whole(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "encoder-decoder"])
+def test_a_trainer_knows_classes_whose_labels_it_shifts(variant):
+    """By name: also a subclass, and what `fully_shard` makes of a class."""
+    own = type(language_model(variant))
+    for cls in (own, type("Mine", (own,), {}), type(f"FSDP{own.__name__}", (FSDPModule, own), {})):
+        assert cls.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    assert (
+        "SpadeForConditionalGeneration" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )  # its labels are not shifted
 
 
 @EVERY

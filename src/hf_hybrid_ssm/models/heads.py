@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MaskedLMOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import check_labels
-from hf_hybrid_ssm.models.outputs import CACHE, CausalLMOutputWithCache, by_both_cache_names
+from hf_hybrid_ssm.models.outputs import CACHE, CausalLMOutputWithCache, ShiftedLabelsMixin, by_both_cache_names
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache", "seq_idx")
@@ -177,16 +176,10 @@ class LMHead(Head):
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(HybridGenerationMixin, LMHead):
+class CausalLMHead(ShiftedLabelsMixin, HybridGenerationMixin, LMHead):
     """Next-token prediction."""
 
     output_class = CausalLMOutputWithCache
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """`Trainer` shifts smoothed labels where this table has the class, and a folder's own code is not in it."""
-        super().__init_subclass__(**kwargs)
-        if (config_class := getattr(cls, "config_class", None)) is not None:
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config_class.model_type, cls.__name__)
 
     @can_return_tuple
     @by_both_cache_names

@@ -13,12 +13,27 @@ from typing import Any, TypeVar
 import transformers
 from transformers import generation
 from transformers import modeling_outputs as modeling
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 Output = TypeVar("Output")
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24) else OLD
 """The name that the installed transformers uses."""
+
+
+class ShiftedLabelsMixin:
+    """A model whose labels are those of the next token.
+
+    `Trainer` shifts smoothed labels where a table of transformers has the name of the class, which is therefore put
+    there: a folder's own code, a subclass, and what FSDP2 makes of a class have names that it does not know.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (config_class := getattr(cls, "config_class", None)) is not None:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config_class.model_type, cls.__name__)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
 
 def take_cache(arguments: dict[str, Any], first: Any = None) -> Any:

@@ -36,7 +36,7 @@ from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states,
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
-from hf_hybrid_ssm.models.outputs import CACHE, by_both_cache_names, with_both_names
+from hf_hybrid_ssm.models.outputs import CACHE, ShiftedLabelsMixin, by_both_cache_names, with_both_names
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_student_cache
@@ -314,7 +314,7 @@ def _ranks(rows: ColumnRows, cache: Cache | None, device: torch.device) -> torch
     return document_ranks(rows.length, seen=seen, seq_idx=rows.seq_idx, device=device)
 
 
-class HybridStudentForCausalLM(HybridGenerationMixin, StudentMixin, GenerationMixin):
+class HybridStudentForCausalLM(ShiftedLabelsMixin, HybridGenerationMixin, StudentMixin, GenerationMixin):
     """A student; `HybridStudentForCausalLM(config)` is of the class for the configuration's teacher."""
 
     auto_class = AutoModelForCausalLM
@@ -344,8 +344,6 @@ def student_class(teacher: Any) -> Any:
 
 
 _MADE: dict[Any, Any] = {}
-# `Trainer` shifts smoothed labels where this table has the class, and a folder's own code is not in it
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(HybridStudentConfig.model_type, HybridStudentForCausalLM.__name__)
 
 
 def _make_class(teacher: Any) -> Any:
