@@ -60,3 +60,10 @@ def test_two_processes_train_as_one(variant, stage, folders, environment, tmp_pa
     for name, weight in saved.state_dict().items():
         difference = weight - expected.state_dict()[name]
         assert weight.dtype == torch.float32 and difference.abs().max() <= 1e-2 * moved[name].abs().max() + 1e-6, name
+
+
+@pytest.mark.parametrize("variant", ["longhorn", "longhorn + window and full attention", "student with a mixer"])
+def test_sequence_parallelism_is_refused(variant, environment):
+    """As its own code says that it has begun (`tests/distributed/test_rows_shared_out.py`: all kinds)."""
+    for done in run_ranks([HERE / "tests/matrix/rows_shared_out.py", variant], env=environment):
+        assert done.returncode == 0 and "each process a shard of every row" in done.stdout, done.stderr[-3000:]

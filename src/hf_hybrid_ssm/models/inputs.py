@@ -1,6 +1,7 @@
 """Checks of every model's inputs, before the first layer."""
 
 import inspect
+import sys
 from difflib import get_close_matches
 from typing import Any
 
@@ -94,6 +95,13 @@ def check_shape(labels: torch.Tensor, shape: torch.Size) -> None:
         )
 
 
+@torch.compiler.assume_constant_result
+def _rows_are_shared_out() -> bool:
+    """Whether DeepSpeed's sequence parallelism (Ulysses) has begun in this process."""
+    parallel = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    return getattr(parallel, "_SEQUENCE_PARALLEL_GROUP", None) is not None
+
+
 def check_inputs(
     input_ids: torch.Tensor | None,
     inputs_embeds: torch.Tensor | None,
@@ -107,8 +115,14 @@ def check_inputs(
 
     Raises:
         TypeError: `input_ids` are not integers.
-        ValueError: none or both given, wrong shape, no row or token, or ids outside the vocabulary.
+        ValueError: none or both given, wrong shape, no row or token, or ids outside the vocabulary; or DeepSpeed
+            shares every row out.
     """
+    if _rows_are_shared_out():
+        raise ValueError(
+            "DeepSpeed's sequence parallelism (sp_size > 1) gives each process a shard of every row, and exchanges keys "
+            "and values alone: recurrences and windows of these models would begin anew in each shard."
+        )
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"You must specify exactly one of {prefix}input_ids or {prefix}inputs_embeds.")
     for name, tensor in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
