@@ -65,7 +65,8 @@ class CompareArguments:
             named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
             raise ValueError(f"reference={self.reference!r} must be one of {named}.")
         check_known("references", self.references, self.variants)
-        check_known("references", self.references.values(), self.only or self.variants)
+        of_these = [to for name, to in self.references.items() if not self.only or name in self.only]
+        check_known("references", of_these, self.only or self.variants)
         if self.references and (self.reference is None or self.reference in self.references):
             raise ValueError(f"references={self.references} needs a reference of the others, which has none itself.")
         if self.learning_rates and self.search_steps < 1:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_columns, check_either, check_output, check_texts, check_vocabulary, clear_checkpoints
+from _lib.checks import (
+    check_columns,
+    check_either,
+    check_output,
+    check_texts,
+    check_vocabulary,
+    clear_checkpoints,
+    clear_weights,
+)
 from _lib.documents import documents_of_files, ending_texts, train_tokenizer
 from _lib.entry import start
 from _lib.runs import FineTuneArguments
@@ -134,6 +142,7 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
         source = (AutoModelForSeq2SeqLM, arguments.model_name_or_path)
         model = load_to_train(*source, new_weights=arguments.from_scratch, **arguments.config)
         check_vocabulary(model, tokenizer)
+        check_target(model, arguments)
         return model, tokenizer
     columns = (arguments.source_column, arguments.target_column)
     tokenizer = train_tokenizer((text for column in columns for text in rows[column]), arguments.tokenizer_vocab_size)
@@ -142,7 +151,21 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     values = {"vocab_size": len(tokenizer), "decoder_start_token_id": tokenizer.pad_token_id} | special
     config = new_config(str(arguments.model_type), **values | arguments.config)
-    return AutoModelForSeq2SeqLM.from_config(config), ending_texts(tokenizer)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    check_target(model, arguments)
+    return model, ending_texts(tokenizer)
+
+
+def check_target(model: PreTrainedModel, arguments: SummarizationArguments) -> None:
+    """
+    Raises:
+        ValueError: a summary may become longer than what the decoder has positions for.
+    """
+    positions = getattr(model.config, "max_target_positions", None)
+    if positions is not None and positions < arguments.max_target_length:
+        raise ValueError(
+            f"max_target_length={arguments.max_target_length} is above the model's max_target_positions={positions}."
+        )
 
 
 def summaries(trainer: SummarizationTrainer, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -186,6 +209,7 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
     )
     clear_checkpoints(training.output_dir, arguments.overwrite)
     run = trainer.train()
+    clear_weights(training.output_dir, arguments.overwrite)
     trainer.save_model()
     results: dict[str, Any] = {
         "train_loss": round(run.training_loss, 4),

@@ -16,7 +16,7 @@ from typing import Any
 
 from _lib.checks import check_checkpoint, check_known, check_least, check_output
 from _lib.entry import start
-from _lib.training import write_figures
+from _lib.training import write_figures, write_json
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,6 +36,10 @@ COLUMNS: dict[str, tuple[tuple[str, str, bool], ...]] = {
     "wikitext": (("WikiText ppl", "word_perplexity", False),),
 }
 AVERAGED = list(COLUMNS)[:8]
+
+
+SCORED = "models.json"
+"""Of `output_dir`: which checkpoint has which name."""
 
 
 @dataclass
@@ -101,12 +105,20 @@ def lm_eval_table(arguments: TableArguments) -> dict[str, Any]:
     done = Path(arguments.output_dir) / "results.json"
     check_output(arguments.output_dir, arguments.overwrite, resume="auto" if arguments.resume else None)
     check_models(arguments.models)
-    limits = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "max_length": arguments.max_length}
+    limits = {name: getattr(arguments, name) for name in ("limit", "num_fewshot", "max_length", "dtype")}
+    limits["data"] = "the Hub" if arguments.data_folder is None else "local"
+    scored = Path(arguments.output_dir) / SCORED
+    checkpoints = arguments.models
     figures: dict[str, Any] = {"settings": limits, "models": {}}
     if arguments.resume and done.is_file():
         figures = json.loads(done.read_text(encoding="utf-8"))
         if figures["settings"] != limits:
             raise ValueError(f"{done} was made with {figures['settings']}, the settings say {limits}.")
+        before = json.loads(scored.read_text(encoding="utf-8"))
+        if other := sorted(name for name in before.keys() & checkpoints if before[name] != checkpoints[name]):
+            raise ValueError(f"models.{other[0]}: {done} has the scores of {before[other[0]]}; give it another name.")
+        checkpoints = before | checkpoints
+    write_json(scored, checkpoints)
     for name, checkpoint in arguments.models.items():
         row = figures["models"].setdefault(name, {"tasks": {}})
         missing = [task for task in arguments.tasks if task not in row["tasks"]]

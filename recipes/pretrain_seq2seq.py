@@ -118,6 +118,8 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         held_out = None if validation_texts is None else token_rows(validation_texts, tokenizer, data, length)
     model = build_model(arguments, tokenizer, target_length)
     train, held_out = split_rows(train, held_out, data)
+    if isinstance(held_out, RowStream):  # read several times, and each target with the input of the next row
+        held_out = Dataset.from_list(list(held_out))
     collator = SpanCorruption(tokenizer, length, *noise, seed=training.seed)
     training.remove_unused_columns = False  # the collator reads the row's number
     trainer = LanguageTrainer(

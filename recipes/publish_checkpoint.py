@@ -2,9 +2,9 @@
 
 It gets bfloat16 weights, code, held-out figures, plots, a card and hashes.
 
-    python recipes/publish_checkpoint.py RUN FOLDER --config CONFIG.yaml --held_out novels=A.jsonl tales=B.jsonl
+    python recipes/publish_checkpoint.py run=RUN folder=FOLDER config=FILE --held_out novels=A.jsonl tales=B.jsonl
 
-`RUN` is the output folder of pretrain_clm.py, pretrain_mlm.py or pretrain_seq2seq.py. The figures are measured with
+RUN is the output folder of pretrain_clm.py, pretrain_mlm.py or pretrain_seq2seq.py. The figures are measured with
 the weights that are written, computed in float32; a golden text and logits go into golden.json, so that a test can
 tell when a later version reads the weights differently.
 """

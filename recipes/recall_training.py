@@ -15,6 +15,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from _lib.checks import check_output, clear_checkpoints, clear_weights
 from _lib.documents import paths_of
 from _lib.entry import start
 from _lib.stages import Stage, StageTrainer
@@ -50,6 +51,10 @@ class RecallTrainingArguments:
     )
     plain: float = field(default=0.2, metadata={"help": "share of the rows that are text alone"})
     answer_weight: float = field(default=8.0, metadata={"help": "of a token of an answer; every other one has 1"})
+    resume: str | None = field(
+        default=None, metadata={"help": "a checkpoint folder, or auto for the newest complete one"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
 
 class RecallRows(Dataset):
@@ -118,7 +123,19 @@ def _quotes(text: str, facts: set[str], count: int, draw: random.Random) -> list
 
 
 def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> None:
-    """The student, trained, in `output_dir`."""
+    """The student, trained, in `output_dir`.
+
+    Raises:
+        ValueError: the settings say no number of steps, or several rows at once, which differ in length.
+    """
+    check_output(training.output_dir, arguments.overwrite, arguments.resume)
+    if training.max_steps < 0:
+        raise ValueError("rows have no end: give max_steps.")
+    if training.per_device_train_batch_size != 1:
+        raise ValueError(
+            f"per_device_train_batch_size={training.per_device_train_batch_size} must be 1, since rows differ in "
+            "length: give gradient_accumulation_steps."
+        )
     set_seed(training.seed)
     training.remove_unused_columns, training.train_sampling_strategy = False, "sequential"  # rows go by their number
     teacher = load_teacher(arguments.teacher, torch.float32)
@@ -129,10 +146,10 @@ def train(arguments: RecallTrainingArguments, training: TrainingArguments) -> No
     rows = RecallRows(arguments, teacher.tokenizer, count, training.seed)
     collator, stage = default_data_collator, Stage("distil", teacher)
     trainer = StageTrainer(model=student, args=training, train_dataset=rows, data_collator=collator, stage=stage)
+    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
     if training.max_steps:
-        trainer.train(
-            resume_from_checkpoint=checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
-        )
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
+    clear_weights(training.output_dir, arguments.overwrite)
     student.config.use_cache = True
     student.save_pretrained(training.output_dir)
     teacher.tokenizer.save_pretrained(training.output_dir)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_least, check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import check_checkpoint, check_least, check_output, check_vocabulary, clear_checkpoints, clear_weights
 from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.runs import parameters_of
@@ -36,6 +36,7 @@ except ImportError as error:
     raise SystemExit(f"{error.name} is needed: {install_command('train', 'sft')}") from error
 
 FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
+MERGED = "merged"
 NOT_READ = {"tools", "chat_template_kwargs", "images", "videos"}
 """Columns that TRL would read, too, and that change what a text is."""
 
@@ -198,10 +199,12 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
     if validation is not None:
         results["validation_loss"] = trainer.evaluate()["eval_loss"]
         results["validation_perplexity"] = perplexity(results["validation_loss"])
-    trainer.save_model()
     model, folder = trainer.accelerator.unwrap_model(trainer.model), Path(training.output_dir)
+    for earlier in (folder, folder / MERGED):
+        clear_weights(earlier, arguments.overwrite)
+    trainer.save_model()
     if arguments.lora_rank:
-        folder = folder / "merged"
+        folder = folder / MERGED
         model = model.merge_and_unload()
         if trainer.is_world_process_zero():
             model.save_pretrained(folder)

@@ -13,16 +13,19 @@ weights is listed. Writes to `output_dir` the student with tokenizer, code and c
 beyond its teacher), results.json, and gap.png: the way to the teacher's loss.
 """
 
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_least, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
+from _lib.provenance import to_json
 from _lib.recall_rows import with_recall_rows
 from _lib.rows import RowStream, packed_rows, split_rows
 from _lib.stages import Stage, StageTrainer, TeacherStates
+from _lib.sweeps import settings_of
 from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, say_figures, write_json
 
 import torch
@@ -40,6 +43,10 @@ from hf_hybrid_ssm.upcycle.loading import open_teacher
 from hf_hybrid_ssm.upcycle.student import config_of, constant_sinks, new_modules
 
 STAGES = ("align", "distil", "finetune")
+BEGUN = "settings.json"
+ASIDE = (*STAGES, "delta", "resume", "teacher_device_map", "teacher_states", "run_name", "use_cpu", "disable_tqdm")
+WATCHING = ("logging_", "save_", "eval_", "report_", "dataloader_", "hub_", "push_", "per_device_eval_", "load_best_")
+"""Settings of a stage that change nothing of what it learns, and beginnings of their names."""
 EVALUATION = "evaluation"
 TRAINED = ("all", "new")
 
@@ -149,6 +156,30 @@ def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str,
     return replace(training, output_dir=str(Path(training.output_dir) / stage), **settings)
 
 
+def learnt_by(
+    arguments: UpcycleArguments, data: DataArguments, settings: TrainingArguments, stage: str
+) -> dict[str, Any]:
+    """What a stage and those before it learn from: a run that goes on has the same."""
+    found = settings_of(arguments, settings, without=ASIDE) | asdict(data)
+    found |= {each: getattr(arguments, each) for each in STAGES[: STAGES.index(stage)]}
+    return {name: value for name, value in found.items() if not name.startswith(WATCHING)}
+
+
+def check_begun(settings: TrainingArguments, about: dict[str, Any]) -> None:
+    """What a killed run left of a stage was trained as the settings say.
+
+    Raises:
+        ValueError: by names.
+    """
+    begun = Path(settings.output_dir) / BEGUN
+    if begun.is_file() and (before := read_json(begun)) != (now := json.loads(to_json(about))):
+        names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        raise ValueError(
+            f"{settings.output_dir} was begun with other settings ({', '.join(names)}): give those, another "
+            "output_dir, or overwrite=true."
+        )
+
+
 def is_own(folder: Path) -> bool:
     """Whether an upcycling wrote the folder, killed or finished: `resume`, the default, replaces nothing else."""
     return any((folder / name).is_dir() for name in (*STAGES, EVALUATION))
@@ -187,6 +218,10 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         for stage in STAGES
         if getattr(arguments, stage) is not None
     }
+    about = {stage: learnt_by(arguments, data, settings, stage) for stage, settings in stages.items()}
+    if arguments.resume and not arguments.overwrite:
+        for stage, settings in stages.items():
+            check_begun(settings, about[stage])
     if "align" in stages and training.world_size > 1:
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
@@ -244,6 +279,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
             student = load_whole(type(student), settings.output_dir, dtype=torch.float32)
             record = read_json(done)
         else:
+            write_json(Path(settings.output_dir) / BEGUN, about[stage])
             record, student = run_stage(arguments, stage, settings, student, trainer_of)
             student.save_pretrained(settings.output_dir)
             write_json(done, record)

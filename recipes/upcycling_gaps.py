@@ -28,6 +28,7 @@ from _lib.intervals import half_width, mean_of, plus_minus
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at, rows_within
 from _lib.settings import filled
+from _lib.sweeps import check_claim, claim
 from _lib.training import perplexity, say, write_json, write_with_picture
 
 import torch
@@ -63,6 +64,7 @@ class GapArguments:
     scored_tokens: int = field(default=65_536, metadata={"help": "of each kind at most"})
     output_dir: str = "runs/upcycling-gaps"
     results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         check_named(self, "variants", "seeds")
@@ -112,6 +114,7 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     given = filled((UpcycleArguments, DataArguments, TrainingArguments), settings)
     upcycling, data, training = given
     if not (from_scratch or goes_on):
+        upcycling.overwrite = arguments.overwrite
         upcycle_model(upcycling, data, training)
         return folder
     stages = [getattr(upcycling, stage) for stage in STAGES if getattr(upcycling, stage) is not None]
@@ -128,7 +131,8 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
         widened(teacher, intermediate_size).save_pretrained(start)
     else:
         start = Path(upcycling.teacher)
-    pretrain(ModelArguments(model_name_or_path=str(start), resume="auto"), data, training)
+    going_on = {"overwrite": True} if arguments.overwrite else {"resume": "auto"}
+    pretrain(ModelArguments(model_name_or_path=str(start), **going_on), data, training)
     return folder
 
 
@@ -160,7 +164,10 @@ def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> d
 
 def gaps(arguments: GapArguments) -> dict[str, Any]:
     length, teacher = arguments.base["sequence_length"], arguments.base["teacher"]
+    claimed = {"base": arguments.base, "variants": arguments.variants}
+    check_claim(arguments.output_dir, claimed, arguments.overwrite)
     rows = held_out_rows(arguments, AutoTokenizer.from_pretrained(teacher), length)
+    claim(arguments.output_dir, claimed, arguments.overwrite, "*/results.json")
     figures: dict[str, Any] = {
         "settings": {name: getattr(arguments, name) for name in ("base", "variants", "seeds", "reference")},
         "scored_tokens": {kind: held.numel() for kind, held in rows.items()},

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from _lib.checks import check_either, check_output
+from _lib.checks import check_either
 from _lib.documents import paths_of
 from _lib.entry import start
 from _lib.runs import figures_of, train_and_save, write_run
@@ -28,7 +28,13 @@ import transformers
 from datasets import load_dataset
 from pretrain_clm import ModelArguments, build_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import EvalPrediction, PreTrainedTokenizerFast, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    EvalPrediction,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    default_data_collator,
+)
 
 SPLITS = ("train", "validation", "test")
 
@@ -165,8 +171,7 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
     """Train, score and save; returns what is written to results.json."""
     if arguments.carry_segments:
         raise ValueError("carry_segments=True: blocks do not carry their state here; use pretrain_clm.py.")
-    check_output(training.output_dir, arguments.overwrite, arguments.resume)
-    set_seed(training.seed)
+    arguments.begin(training, AutoModelForCausalLM)
     training.per_device_eval_batch_size = 1  # a row's mean times its words is its sum
     tokenizer = word_tokenizer(lines_of(words, "train"))
     streams = {split: stream_of(lines_of(words, split), tokenizer) for split in SPLITS}

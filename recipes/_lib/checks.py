@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_hybrid_ssm.cli.parsing import is_path
 from hf_hybrid_ssm.hub.configurations import check_fields, without_memory
+from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
 
 CHECKPOINTS = "checkpoint-[0-9]*"
@@ -67,6 +68,13 @@ def clear_checkpoints(folder: str | Path, overwrite: bool, resume: str | None = 
     if overwrite and resume is None and is_first_process():
         for checkpoint in Path(folder).glob(CHECKPOINTS):
             shutil.rmtree(checkpoint)
+
+
+def clear_weights(folder: str | Path, overwrite: bool) -> None:
+    """The weights and adapters of an earlier run go where `overwrite` says so. Called just before the next are saved,
+    since training may start from them."""
+    if overwrite and is_first_process():
+        remove_weights(Path(folder))
 
 
 def check_either(arguments: Any, one: str, other: str) -> None:

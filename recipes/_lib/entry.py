@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from _lib.settings import read_settings
@@ -46,7 +47,8 @@ def start(recipe: str, run: Callable[..., Any], *classes: type, then: Sequence[s
 
 def parsed(kind: type) -> Any:
     """The dataclass from flags: `--key value ...`, or `key=value`."""
-    return HfArgumentParser(kind).parse_args_into_dataclasses(as_flags(sys.argv[1:]))[0]
+    known = {field.name for field in fields(kind)}
+    return HfArgumentParser(kind).parse_args_into_dataclasses(as_flags(sys.argv[1:], known))[0]
 
 
 def guarded(recipe: str, run: Callable[[], Any]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_checkpoint, check_config, check_either, check_output, clear_checkpoints
+from _lib.checks import check_checkpoint, check_config, check_either, check_output, clear_checkpoints, clear_weights
 from _lib.training import checkpoint_to_resume, plot_loss, say_figures, write_figures, write_json
 
 import torch
@@ -93,6 +93,7 @@ def train_and_save(trainer: Trainer, arguments: Any) -> TrainOutput:
     clear_checkpoints(folder, arguments.overwrite, arguments.resume)
     trainer.muon = getattr(arguments, "muon", False)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, folder))
+    clear_weights(folder, arguments.overwrite)
     trainer.model.config.use_cache = True  # of what is saved: the Trainer lets no state be kept while it trains
     trainer.save_model()
     trainer.model.config.use_cache = False

@@ -16,6 +16,8 @@ from transformers import HfArgumentParser
 
 from hf_hybrid_ssm.cli.settings import check_settings_known, closest, setting_pairs, starts_with_pair
 
+NOT_READ = {"resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
+"""Of `TrainingArguments`, what only scripts read that pass it on; recipes have `resume`."""
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, which has no dot, as text
 
 
@@ -50,6 +52,8 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
         _rename_for_older_transformers(settings, classes)
     known = {field.name for cls in classes for field in fields(cls) if field.init}
     check_settings_known(settings, known, command_of(recipe))
+    if unread := sorted(NOT_READ & set(settings)):
+        raise ValueError(f"{unread[0]!r} is read by no recipe; those that go on with a stopped run have resume=auto.")
     settings = _expand(settings)
     for cls in classes:
         _as_lists(cls, settings)

@@ -72,10 +72,10 @@ def test_more_students_follow_without_asking_again(place, tmp_path):
 
 
 def training_of(place, output, steps, **options):
-    given = {"keep": KEPT, "window": WINDOW, "lengths": [512], "plain": 0.3}
+    given = {"keep": KEPT, "window": WINDOW, "lengths": [512], "plain": 0.3, "resume": "auto"}
     arguments = RecallTrainingArguments(str(place / "teacher"), [str(place / "story.txt")], **given)
     fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "learning_rate": 1e-3, "save_steps": 2}
-    fixed |= {"lr_scheduler_type": "constant", "resume_from_checkpoint": "auto"}
+    fixed |= {"lr_scheduler_type": "constant"}
     return arguments, small.training(output, **fixed | options)
 
 

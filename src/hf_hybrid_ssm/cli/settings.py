@@ -5,7 +5,7 @@ Nothing here takes long to import, so that a misspelt key is said before torch i
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from os.path import exists, isfile  # of a text that is too long for a path: False, where pathlib raises
 
 PAIR = re.compile(r"-{0,2}[A-Za-z_][\w-]*(\.[^\s.=][^.=]*)*=")  # names of variants have spaces and commas
@@ -38,9 +38,18 @@ def setting_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def as_flags(arguments: Iterable[str]) -> list[str]:
-    """`key=value` as `--key=value`, for parsers of flags; files that have such a name stay as they are."""
-    return [f"--{each}" if PAIR.match(each) and each[0] != "-" and not exists(each) else each for each in arguments]
+def as_flags(arguments: Iterable[str], known: Collection[str] | None = None) -> list[str]:
+    """`key=value` as `--key=value`, for parsers of flags; files that have such a name stay as they are.
+
+    Args:
+        known: the flags, where others are values of a flag (`--held_out novels=A.jsonl`).
+    """
+
+    def is_flag(text: str) -> bool:
+        is_known = known is None or text.partition("=")[0] in known
+        return bool(PAIR.match(text)) and text[0] != "-" and is_known and not exists(text)
+
+    return [f"--{each}" if is_flag(each) else each for each in arguments]
 
 
 def check_settings_known(settings: Iterable[str], known: Iterable[str], command: str) -> None:

@@ -70,7 +70,8 @@ def read_delta(folder: Path) -> Delta:
 
 
 def remove_weights(folder: Path) -> None:
-    """Take away what an earlier save left, whole or delta, so that nothing contradicts the next."""
-    for pattern in ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, DELTA, DELTA_WEIGHTS):
+    """Take away what an earlier save left, whole, delta or adapter, so that nothing contradicts the next: transformers
+    puts an adapter on top of whole weights that lie beside it."""
+    for pattern in ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, DELTA, DELTA_WEIGHTS, "adapter_*"):
         for path in folder.glob(pattern):
             path.unlink()

@@ -120,8 +120,8 @@ def check_inputs(
     """
     if _rows_are_shared_out():
         raise ValueError(
-            "DeepSpeed's sequence parallelism (sp_size > 1) gives each process a shard of every row, and exchanges keys "
-            "and values alone: recurrences and windows of these models would begin anew in each shard."
+            "DeepSpeed's sequence parallelism (sp_size > 1) gives each process a shard of every row, and exchanges "
+            "keys and values alone: recurrences and windows of these models would begin anew in each shard."
         )
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"You must specify exactly one of {prefix}input_ids or {prefix}inputs_embeds.")
