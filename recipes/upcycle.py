@@ -119,6 +119,12 @@ class UpcycleArguments:
             raise ValueError(f"trained={self.trained!r} must be one of {', '.join(map(repr, TRAINED))}.")
         if self.trained == "new" and self.lora_rank is not None:
             raise ValueError(f"lora_rank={self.lora_rank} trains more than trained='new' does: give one of them.")
+        trains_all = self.trained == "all" and self.lora_rank is None
+        if self.delta and trains_all and not (self.distil is None and self.finetune is None):
+            raise ValueError(
+                "delta=True leaves out what is as the teacher has it, and nothing will be: trained='new', lora_rank or "
+                "delta=False."
+            )
         check_least(self, 1, "lora_rank")
         if not 0 < self.within_weight <= 1:
             raise ValueError(f"within_weight={self.within_weight} must lie above 0 and at most at 1.")

@@ -133,6 +133,11 @@ def test_references_that_say_nothing_are_refused(given):
         CompareArguments({}, {name: {} for name in names}, **given)
 
 
+def test_references_of_variants_that_do_not_run_are_not_asked_for():
+    given = {"reference": "narrow", "references": {"other": "wide"}, "only": ["narrow", "some"]}
+    CompareArguments({}, {name: {} for name in ("narrow", "wide", "other", "some")}, **given)
+
+
 CONFIGS = Path(__file__).parents[2] / "recipes/configs/compare"
 PARTS = {  # what adds parts to a stack, which it names
     "spade_books": 1.45, "spade_windows": 1.45, "spade_layers": 1.55, "bst_layers": 1.4, "bst_states": 1.4,

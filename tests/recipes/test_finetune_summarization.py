@@ -93,3 +93,6 @@ def test_bad_settings(settings):
     arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", source_column="text")
     with pytest.raises(ValueError, match=r"columns \['text'\]"):
         summarize(arguments, Seq2SeqTrainingArguments("unused", report_to="none", use_cpu=True))
+    few = SummarizationArguments(**settings, model_type="spade_seq2seq", config=TINY | {"max_target_positions": 20})
+    with pytest.raises(ValueError, match="max_target_length=24 is above the model's max_target_positions=20"):
+        summarize(few, Seq2SeqTrainingArguments("unused", report_to="none", use_cpu=True))

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from _lib.documents import train_tokenizer
 from lm_eval_table import COLUMNS, TableArguments, lm_eval_table
+from transformers import AutoTokenizer
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 
@@ -76,6 +77,12 @@ def test_all_ten_and_resumed(data, tmp_path, monkeypatch):
         lm_eval_table(arguments(data, tmp_path))
     with pytest.raises(ValueError, match="was made with"):
         lm_eval_table(arguments(data, tmp_path, resume=True, limit=1))
+    other = LonghornForCausalLM.from_pretrained(data / "model")
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(data / "model").save_pretrained(tmp_path / "other")
+    for given in ({"dtype": "float64"}, {"models": {"Longhorn": str(tmp_path / "other")}}):
+        with pytest.raises(ValueError, match=r"was made with|has the scores of .*model; give it another name"):
+            lm_eval_table(arguments(data, tmp_path, resume=True, **given))
     cut = json.loads((tmp_path / "results.json").read_text())
     for task in list(COLUMNS)[4:]:
         del cut["models"]["Longhorn"]["tasks"][task]

@@ -6,6 +6,7 @@ import pretrain_mlm
 import pretrain_seq2seq
 import pytest
 from _lib.documents import DataArguments
+from _lib.entry import parsed
 from publish_checkpoint import PublishArguments, objective_of, publish
 
 from hf_hybrid_ssm.hub import check_folder
@@ -44,3 +45,11 @@ def test_an_encoder_and_an_encoder_decoder(kind, tmp_path):
         assert known["prompt"].count("<") >= 1 and known["greedy"]
     assert found[0.15]["words_loss"] != found[0.5]["words_loss"]
     assert ("validation_loss_with_other_inputs" in found[0.5]) == (kind == "spans")
+
+
+def test_the_command_line_of_several_texts(monkeypatch):
+    words = ["run=a", "folder=b", "--config", "c.yaml", "--held_out", "novels=A.jsonl", "tales=B.jsonl", "length=64"]
+    monkeypatch.setattr("sys.argv", ["publish_checkpoint.py", *words])
+    found = parsed(PublishArguments)
+    assert (found.run, found.folder, found.held_out) == ("a", "b", ["novels=A.jsonl", "tales=B.jsonl"])
+    assert (found.config, found.length) == ("c.yaml", 64)

@@ -1,5 +1,6 @@
 """Recall of kinds: what was asked is not asked again; a training that is stopped goes on to the same student."""
 
+import dataclasses
 import json
 import random
 
@@ -93,6 +94,19 @@ def test_a_training_goes_on_where_it_was(place, tmp_path):
     assert any(not torch.equal(untrained[name], weight) for name, weight in whole.items())
     teacher = AutoModelForCausalLM.from_pretrained(place / "teacher").state_dict()
     assert all(torch.equal(untrained[name], weight) for name, weight in teacher.items())
+
+
+def test_a_training_is_refused_before_anything_is_made(place, tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    for says, given, options in (
+        ("overwrite=true", {"resume": None}, {}),
+        ("max_steps", {"overwrite": True}, {"max_steps": -1}),
+        ("per_device_train_batch_size=2 must be 1", {"overwrite": True}, {"per_device_train_batch_size": 2}),
+    ):
+        arguments, training = training_of(place, tmp_path, 2, **options)
+        with pytest.raises((ValueError, FileExistsError), match=says):
+            train(dataclasses.replace(arguments, **given), training)
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
 def test_rows_weigh_the_answers_of_held_in_kinds(place):

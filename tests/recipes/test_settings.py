@@ -172,6 +172,12 @@ def test_an_unknown_key_is_named_with_what_may_have_been_meant(read):
         read("sise: 3")
 
 
+@pytest.mark.parametrize("name", ["resume_from_checkpoint", "do_train", "do_predict"])
+def test_what_no_recipe_reads_is_refused(name):
+    with pytest.raises(ValueError, match=f"'{name}' is read by no recipe.*resume=auto"):
+        read_settings("some.py", (TrainingArguments,), [f"{name}=true"])
+
+
 @pytest.mark.parametrize("given, wanted", [({}, True), ({"use_cpu": False}, False)])
 def test_without_an_accelerator_the_processor_is_used(given, wanted, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

@@ -127,6 +127,18 @@ def test_trains_and_answers(lora_rank, checkpoint, files, tmp_path, monkeypatch,
     assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
 
 
+@pytest.mark.parametrize("first, second", [(2, 0), (0, 2)])
+def test_of_an_overwritten_run_nothing_is_left(first, second, checkpoint, files, tmp_path):
+    """transformers would put the adapters of one on top of the weights of the other."""
+    base, folder = checkpoint(), tmp_path / "run"
+    for rank in (first, second):
+        finetune(SftArguments(base, **files, lora_rank=rank, answers=0, overwrite=True), settings(folder, max_steps=1))
+    assert (
+        (folder / "adapter_config.json").is_file() == (folder / "merged/model.safetensors").is_file() == (second > 0)
+    )
+    assert (folder / "model.safetensors").is_file() == (second == 0)
+
+
 def test_the_plain_template(tokenizer):
     set_chat_template(tokenizer)
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]

@@ -99,6 +99,29 @@ def test_a_killed_run_goes_on_to_the_same_bits(whole, arguments, texts, tmp_path
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_a_run_goes_on_as_it_was_begun_or_not_at_all(whole, arguments, texts, teacher, tmp_path):
+    """A stage that was finished, and one that was stopped."""
+    for stage in ("align", "distil"):
+        shutil.copytree(whole[0] / stage, tmp_path / stage)
+    (tmp_path / "distil/stage.json").unlink()
+    others = {
+        "max_steps": replace(arguments, distil={"max_steps": 21}),
+        "keep, keep_by": replace(arguments, keep=[1], keep_by=None),
+        "align, max_steps": replace(arguments, align={"max_steps": 3}),
+        "temperature": replace(arguments, temperature=2.0),
+    }
+    for names, other in others.items():
+        with pytest.raises(
+            ValueError, match=rf"begun with other settings \(.*{names.split(', ')[-1]}.*\): give those"
+        ):
+            upcycle_model(other, data_of(texts), training(tmp_path))
+    with pytest.raises(ValueError, match=r"\(seed\)"):
+        upcycle_model(arguments, data_of(texts), training(tmp_path, seed=7))
+    with pytest.raises(ValueError, match=r"\(sequence_length\)"):
+        upcycle_model(arguments, data_of(texts, 48), training(tmp_path))
+    upcycle_model(arguments, data_of(texts), training(tmp_path, logging_steps=3))
+
+
 def test_lora_leaves_what_came_from_the_teacher_merged(arguments, texts, teacher, tmp_path):
     light = replace(
         arguments, align=None, distil=None, finetune={"max_steps": 4}, lora_rank=2, keep_by="sensitivity", keep=0.5
@@ -282,6 +305,7 @@ def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
         ({"within_weight": 0.0}, r"within_weight=0\.0 must lie above 0"),
         ({"recall_share": 1.0}, r"recall_share=1\.0 must be at least 0 and below 1"),
         ({"distil": None, "teacher_states": "x"}, "teacher_states='x' are for distil"),
+        ({"delta": True, "trained": "all"}, "delta=True leaves out what is as the teacher has it"),
     ):
         with pytest.raises(ValueError, match=message):
             new_parts_alone(teacher, **given)
@@ -369,3 +393,8 @@ def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     assert 0 < abs(students["wider"]["loss"] - control["loss"]) < 0.5
     assert json.loads((tmp_path / "figures.json").read_text())["students"] == json.loads(json.dumps(students))
     assert (tmp_path / "figures.png").stat().st_size > 1000
+    made = (tmp_path / "none-0/results.json").stat().st_mtime_ns
+    assert gaps(replace(arguments, files=held_out))["students"] == students
+    assert (tmp_path / "none-0/results.json").stat().st_mtime_ns == made
+    with pytest.raises(FileExistsError, match="overwrite"):
+        gaps(replace(arguments, variants=variants | {"none": {"keep": [0]}}))

@@ -62,6 +62,13 @@ def test_bad_settings_are_refused():
         Blocks(np.zeros(0, dtype=np.int32), 8, end=2)
     with pytest.raises(FileNotFoundError, match="no file matches"):
         list(lines_of(WordArguments(train_files=["/nowhere/*.tokens"]), "train"))
+    both = (
+        ModelArguments("longhorn", muon=True),
+        WordArguments(train_files=["some"]),
+        TrainingArguments("unused", optim="sgd"),
+    )
+    with pytest.raises(ValueError, match="muon=True and optim=sgd"):
+        word_lm(*both)
 
 
 MODEL = {
