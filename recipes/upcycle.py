@@ -122,8 +122,8 @@ class UpcycleArguments:
         trains_all = self.trained == "all" and self.lora_rank is None
         if self.delta and trains_all and not (self.distil is None and self.finetune is None):
             raise ValueError(
-                "delta=True leaves out what is as the teacher has it, and nothing will be: trained='new', lora_rank or "
-                "delta=False."
+                "delta=True leaves out what is as the teacher has it, and nothing will be: give trained='new', "
+                "lora_rank or delta=False."
             )
         check_least(self, 1, "lora_rank")
         if not 0 < self.within_weight <= 1:

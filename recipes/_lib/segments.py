@@ -20,8 +20,10 @@ def check_lanes(rows: Any, training: TrainingArguments) -> None:
     """Refuse settings that would break up the lanes, before any training.
 
     Raises:
-        ValueError: shuffled batches, streamed data or several processes.
+        ValueError: shuffled batches, streamed data, several processes or gradient checkpointing.
     """
+    if any(getattr(training, name, False) for name in ("activation_checkpointing", "gradient_checkpointing")):
+        raise ValueError("carry_segments=True carries a cache, which activation_checkpointing=true takes away.")
     if training.train_sampling_strategy != "sequential":
         raise ValueError(
             f"carry_segments=True with train_sampling_strategy={training.train_sampling_strategy!r} would shuffle the "

@@ -103,7 +103,7 @@ OTHER_STACK = {"spade-encoder-books": AutoModelForCausalLM, "spade-books": AutoM
 @pytest.mark.parametrize("name", OTHER_STACK)
 def test_a_model_of_another_stack_is_refused(name):
     """None of its layers would have weights; a new head on the layers of the checkpoint is no such thing."""
-    with pytest.raises(ValueError, match=rf"{name}' holds a Spade\w+, and none of its weights are those of a Spade"):
+    with pytest.raises(ValueError, match=rf"{name}' holds a Spade\w+, and none of its layers are those of a Spade"):
         OTHER_STACK[name].from_pretrained(ROOT / name)
     model, report = AutoModelForSequenceClassification.from_pretrained(ROOT / name, output_loading_info=True)
     assert all("classifier" in key or "score" in key for key in report["missing_keys"])

@@ -27,20 +27,21 @@ def load_layers(usual: Callable[..., Any], source: Any, *args: Any, teacher: Any
 
 
 def check_layers(model: Any, source: Any, told: dict[str, Any]) -> None:
-    """Refuse a model whose layers and embeddings are all new.
+    """Refuse a model whose layers are all new, or all of whose base model is.
 
     Args:
         source: what it was loaded from.
         told: what `output_loading_info` tells of it.
 
     Raises:
-        ValueError: nothing of them came from the checkpoint: it is of another stack, or was saved from a wrapper.
+        ValueError: none of them came from the checkpoint: it is of another stack, or was saved from a wrapper.
     """
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # which no report names
     names = {f"{prefix}{name}" for name, _ in model.base_model.named_parameters()}
     wanted = names - tied.keys() - set(tied.values())
-    if not wanted or not wanted <= told["missing_keys"] or getattr(model, "may_be_new", False):
+    layers = {name for name in wanted if ".layers." in f".{name}"} or wanted
+    if not wanted or not layers <= told["missing_keys"] or getattr(model, "may_be_new", False):
         return
     some = min(wanted)
     for name in sorted(told["unexpected_keys"]):
@@ -52,6 +53,6 @@ def check_layers(model: Any, source: Any, told: dict[str, Any]) -> None:
     holds = next(iter(getattr(model.config, "architectures", None) or []), "another model")
     if holds != own:
         raise ValueError(
-            f"{str(source)!r} holds a {holds}, and none of its weights are those of a {own}, which would be random: "
+            f"{str(source)!r} holds a {holds}, and none of its layers are those of a {own}, which would be random: "
             f"load it as a {holds}, or make a new model with from_config."
         )

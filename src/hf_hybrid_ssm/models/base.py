@@ -16,7 +16,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.models.cache import begin_forward, finish_forward, prepare_cache, read_rows
+from hf_hybrid_ssm.models.cache import (
+    begin_forward,
+    finish_forward,
+    prepare_cache,
+    read_rows,
+    refuse_while_recomputing,
+)
 from hf_hybrid_ssm.models.configuration import HOOKS, STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.outputs import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
@@ -56,6 +62,11 @@ class HybridPreTrainedModel(PreTrainedModel):
             raise TypeError(f"{type(self).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")
         config.validate_layer_type()
         config.validate_architecture()
+        if not getattr(config, "is_causal", True):
+            raise ValueError(
+                f"is_causal=False of {type(config).__name__} is no field: only layers that see all tokens would "
+                "follow it."
+            )
 
     def post_init(self) -> None:
         self._keep_in_fp32_modules_strict = {
@@ -281,8 +292,8 @@ class HybridModelMixin:
             masks, state_mask = attention_mask, attention_mask[STATE_LAYER_TYPE]
         else:
             masks, state_mask = None, attention_mask
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            cache = None  # a layer that is run again would store its states twice
+        if refuse_while_recomputing(self, cache):
+            cache = None
         rows = read_rows(
             cache,
             inputs_embeds.shape[:2],

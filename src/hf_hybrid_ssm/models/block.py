@@ -1,7 +1,7 @@
 """What all layers with a recurrent state share: unpad, mix, update the cache or prepare its rollback, repad."""
 
+import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +10,20 @@ from transformers import Cache
 from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.packing import PackedRows, States, packed_rows
 from hf_hybrid_ssm.ops.core.rows import Rows
+
+
+class _Recomputed:
+    """The states of a layer after the first tokens of an earlier forward. A copy of a cache that holds this has the
+    same layer: weights are no part of a cache."""
+
+    def __init__(self, layer: "RecurrentMixin", inputs: tuple[torch.Tensor, ...], states: States, options: Any):
+        self.layer, self.read = layer, (inputs, states, options)
+
+    def __call__(self, first: PackedRows) -> States:
+        return self.layer._recompute(*self.read, first)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Recomputed":
+        return _Recomputed(self.layer, *copy.deepcopy(self.read, memo))
 
 
 class RecurrentMixin:
@@ -53,7 +67,7 @@ class RecurrentMixin:
         past = states if rows.starts_new_document is None else rows.continued(states)
         y, states_after = self.forward_rows(*inputs, past=past, rows=rows, **options)
         if layer is not None:
-            layer.update_states(rows, states_after, partial(self._recompute, inputs, states, options))
+            layer.update_states(rows, states_after, _Recomputed(self, inputs, states, options))
         return y if rows.padding is None else rows.repad(y)
 
     def _recompute(

@@ -191,6 +191,22 @@ def _check_content(layer: Any, index: int, model_type: str, batch_size: int) -> 
     layer.model_type = model_type
 
 
+def refuse_while_recomputing(model: Any, cache: Cache | None) -> bool:
+    """Whether the layers of this forward are run again (gradient checkpointing): they take no cache, in which they
+    would store their states twice.
+
+    Raises:
+        ValueError: the cache holds tokens, which would be forgotten.
+    """
+    if not (model.gradient_checkpointing and model.training and torch.is_grad_enabled()):
+        return False
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "a cache that holds tokens cannot be used with gradient checkpointing, which reads a layer's input twice."
+        )
+    return True
+
+
 def begin_forward(cache: Cache | None) -> None:
     """Mark a cache before its layers read more tokens."""
     if cache is not None and cache.layers and not torch.compiler.is_compiling():

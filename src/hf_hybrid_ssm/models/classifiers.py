@@ -51,7 +51,7 @@ def sequence_classification_loss(
     looks_like = "single_label_classification" if labels.dtype in INTEGERS else "multi_label_classification"
     kind = config.problem_type or ("regression" if classes == 1 else looks_like)
     if kind == "single_label_classification":
-        loss = choice_loss(pooled_logits, labels, num_items_in_batch)
+        loss = choice_loss(pooled_logits, labels, num_items_in_batch, kwargs.get("ignore_index", -100))
     elif labels.numel() != batch * classes:
         raise ValueError(
             f"labels must have shape (batch, num_labels) = ({batch}, {classes}) for {kind}, got {tuple(labels.shape)}."
@@ -65,7 +65,9 @@ def sequence_classification_loss(
     return loss
 
 
-def choice_loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Count = None) -> torch.Tensor:
+def choice_loss(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Count = None, ignore_index: int = -100
+) -> torch.Tensor:
     """`cross_entropy` of the choice of each row (B, C).
 
     Raises:
@@ -78,13 +80,13 @@ def choice_loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: 
         raise TypeError(f"labels must be int32 or int64 class indices of a single choice, got {labels.dtype}.")
     if labels.numel() != len(logits):
         raise ValueError(f"labels must have shape (batch,) = ({len(logits)},), got {tuple(labels.shape)}.")
-    return cross_entropy(logits, labels, num_items_in_batch)
+    return cross_entropy(logits, labels, num_items_in_batch, ignore_index)
 
 
 def token_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, config: Any = None, num_items_in_batch: Count = None, **kwargs: Any
 ) -> torch.Tensor:
-    """Cross-entropy of (B, L, C) at the tokens whose class (B, L) is not -100.
+    """Cross-entropy of (B, L, C) at the tokens whose class (B, L) is not `ignore_index`, -100 by default.
 
     Raises:
         TypeError: `labels` is not an integer tensor.
@@ -92,7 +94,7 @@ def token_classification_loss(
     """
     check_integers("labels", labels)
     check_shape(labels, logits.shape[:2])
-    return cross_entropy(logits.flatten(0, 1), labels, num_items_in_batch)
+    return cross_entropy(logits.flatten(0, 1), labels, num_items_in_batch, kwargs.get("ignore_index", -100))
 
 
 def question_answering_loss(
@@ -129,20 +131,23 @@ def question_answering_loss(
     return _divided(total / 2, batch, num_items_in_batch)
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Count = None) -> torch.Tensor:
-    """Of (N, C) and N class indices, -100 to ignore one: the mean over the others, or their sum divided by
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Count = None, ignore_index: int = -100
+) -> torch.Tensor:
+    """Of (N, C) and N class indices, `ignore_index` to ignore one: the mean over the others, or their sum divided by
     `num_items_in_batch`.
 
     Raises:
         ValueError: a class that does not exist.
     """
     classes = logits.shape[1]
-    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if can_read_values(labels) and bool(((labels < 0) & (labels != ignore_index) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
-            f"lie in 0..{classes - 1}, or be -100."
+            f"lie in 0..{classes - 1}, or be {ignore_index}."
         )
-    return fixed_cross_entropy(_wide(logits), labels.to(logits.device).reshape(-1).long(), num_items_in_batch)
+    classes_of_rows = labels.to(logits.device).reshape(-1).long()
+    return fixed_cross_entropy(_wide(logits), classes_of_rows, num_items_in_batch, ignore_index)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -217,7 +222,8 @@ class MultipleChoiceHead:
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
         outputs = super().forward(**flat, **kwargs | {"return_dict": True})  # type: ignore[misc]
         logits = outputs.logits.view(-1, choices)
-        loss = None if labels is None else choice_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        options = kwargs.get("num_items_in_batch"), kwargs.get("ignore_index", -100)
+        loss = None if labels is None else choice_loss(logits, labels, *options)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

@@ -80,7 +80,16 @@ class HybridGenerationMixin(_Mixed):
         Args:
             prefix_cache (`hf_hybrid_ssm.serving.PrefixCache`, *optional*): states of earlier texts. The longest that
                 this one begins with is continued; those of this text are added.
+
+        Raises:
+            ValueError: `seq_idx` or `cu_seq_lens_q` is given.
         """
+        for name in ("seq_idx", "cu_seq_lens_q"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} says nothing of the tokens to come: `generate` reads packed rows by position_ids that "
+                    "begin anew with each document."
+                )
         if HOOKS.generate is not None and self.continues_texts:
             return HOOKS.generate(self, self._generate, prefix_cache, args, kwargs)
         if hasattr(prefix_cache, "generate") and self.continues_texts:  # of the package, given to exported code

@@ -132,11 +132,13 @@ class LMHead(Head):
     ) -> Predicted:
         if targets is not None:
             keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-            check_labels(targets, self.config.vocab_size, hidden_states.shape[:2] if keeps_all else None)
-        hidden_states = self._pre_head(hidden_states)
+            shape = hidden_states.shape[:2] if keeps_all else None
+            check_labels(targets, self.config.vocab_size, shape, kwargs.get("ignore_index", -100))
+            targets = targets.long()
+        hidden_states = self._pre_head(slice_logits_to_keep(hidden_states, logits_to_keep))
         if targets is not None and self._uses_fused_loss():
             return None, self._fused_loss(hidden_states, targets, **kwargs)
-        logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+        logits = self.lm_head(hidden_states)
         if targets is None:
             return logits, None
         sizes = {"vocab_size": self.config.vocab_size}
@@ -219,6 +221,10 @@ class MaskedLMHead(LMHead):
     """Prediction of masked tokens over a base model whose tokens see both sides."""
 
     output_class = MaskedLMOutput
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.loss_type = "ForMaskedLM"  # which transformers reads from the class's name, also of a subclass
 
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,9 @@ def check_arguments(model: Any, others: dict[str, Any]) -> None:
 
     Raises:
         TypeError: there is another, which would have no effect.
+        ValueError: as of `check_is_causal`.
     """
+    check_is_causal(model, others)
     unknown = [name for name in others if name not in LISTED]
     if not unknown:
         return
@@ -43,6 +45,16 @@ def check_arguments(model: Any, others: dict[str, Any]) -> None:
     raise TypeError(
         f"{type(model).__name__}.forward has no argument {unknown[0]!r}.{meant} It takes {', '.join(own)}."
     )
+
+
+def check_is_causal(model: Any, others: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: `is_causal` is not what the model is: only layers that see all tokens would follow it.
+    """
+    is_causal = not getattr(model, "is_bidirectional", False)
+    if others.get("is_causal", is_causal) not in (None, is_causal):
+        raise ValueError(f"is_causal={not is_causal}: {type(model).__name__} is {'' if is_causal else 'not '}causal.")
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
@@ -68,14 +80,14 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         )
 
 
-def check_labels(labels: torch.Tensor, vocab_size: int, shape: torch.Size | None) -> None:
-    """Token ids to predict, -100 to ignore a position; of the input's `shape`, if that is known.
+def check_labels(labels: torch.Tensor, vocab_size: int, shape: torch.Size | None, ignore_index: int = -100) -> None:
+    """Token ids to predict, `ignore_index` to ignore a position; of the input's `shape`, if that is known.
 
     Raises:
         TypeError: `labels` is not an integer tensor.
         ValueError: another shape, or an id outside the vocabulary.
     """
-    check_token_ids("labels", labels, vocab_size, ignore_index=-100)
+    check_token_ids("labels", labels, vocab_size, ignore_index=ignore_index)
     if shape is None and labels.dim() != 2:
         raise ValueError(f"labels must have shape (batch, length), got {tuple(labels.shape)}.")
     if shape is not None:

@@ -35,7 +35,7 @@ from hf_hybrid_ssm.models.cache import (
 from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
-from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs
+from hf_hybrid_ssm.models.inputs import LISTED, check_arguments, check_inputs, check_is_causal
 from hf_hybrid_ssm.models.outputs import CACHE, ShiftedLabelsMixin, by_both_cache_names, with_both_names
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
@@ -218,6 +218,7 @@ class HybridStudentModel(StudentMixin):
             # as programs write to it that calibrate: the teacher's whole attention would run, without a word
             self.config._attn_implementation = implementation(written)
         check_arguments(self, {name: value for name, value in kwargs.items() if name not in self.known_arguments})
+        check_is_causal(self, kwargs)
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds

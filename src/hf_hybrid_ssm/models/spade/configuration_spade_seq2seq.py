@@ -29,7 +29,9 @@ class SpadeSeq2SeqConfig(SpadeStackConfig, PreTrainedConfig):
 
     Args:
         num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
-        decoder_attention_type (`str`, *optional*, defaults to `"full"`): As `attention_type`, for the decoder.
+        decoder_attention_type (`str`, *optional*, defaults to `"full"`): As `attention_type`, for the decoder. With
+            `"window"` its token sees `sliding_window - 1` tokens, including itself, and at least 2: one fewer than
+            that of a language model, the encoder's reach to one side.
         decoder_ssm_layers (`list[int]`, *optional*, defaults to `[]`): As `ssm_layers`.
         decoder_position_embedding_type (`str`, *optional*, defaults to `"learned"`): `"learned"` absolute positions,
             or the `"relative"` bias.

@@ -403,12 +403,18 @@ class SpadeForSequenceClassification(StackOfCheckpoint, classifiers.SequenceClas
 
     def _read(self, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         mask = inputs["attention_mask"]
-        pooled = self._pool(hidden_states, None if mask is None else mask != 0)
+        real = None if mask is None else mask[:, -hidden_states.shape[1] :] != 0
+        if self.config.pooling == "last":
+            pad = None if self.config.pixel_input else self.config.pad_token_id
+            last = classifiers.last_real_token(inputs["input_ids"], mask, pad, hidden_states.shape[:2])
+            pooled = hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), last]
+        else:
+            pooled = self._pool(hidden_states, real)
         # of a pair the second text first, as MEGA has it
         return pooled.unflatten(0, (-1, 2)).flip(1).flatten(1) if self.config.paired_input else pooled
 
     def _pool(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """(B, L, d) → (B, d): the first real token, the last, or the mean of all."""
+        """(B, L, d) → (B, d): the first real token, or the mean of all."""
         if self.config.pooling == "mean":
             if real is None:
                 return hidden_states.mean(1)
@@ -416,11 +422,9 @@ class SpadeForSequenceClassification(StackOfCheckpoint, classifiers.SequenceClas
             total = torch.where(real.unsqueeze(-1), hidden_states, 0.0).sum(1)
             return total / weights.sum(1).clamp(min=1)
         if real is None:
-            return hidden_states[:, 0 if self.config.pooling == "first" else -1]
-        columns = real.to(torch.int64)
-        if self.config.pooling == "last":
-            columns = columns * torch.arange(columns.shape[1], device=columns.device)
-        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), columns.argmax(1)]
+            return hidden_states[:, 0]
+        rows = torch.arange(len(hidden_states), device=hidden_states.device)
+        return hidden_states[rows, real.to(torch.int64).argmax(1)]
 
 
 @auto_docstring

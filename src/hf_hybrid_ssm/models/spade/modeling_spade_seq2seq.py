@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
+from hf_hybrid_ssm.models.cache import refuse_while_recomputing
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.generation import HybridGenerationMixin
 from hf_hybrid_ssm.models.heads import LMHead
@@ -70,9 +71,11 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         check_arguments(self, kwargs)
+        refuse_documents(kwargs)
+        kwargs.pop("is_causal", None)  # the encoder is not
         self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
+        if refuse_while_recomputing(self, cache):
             use_cache, cache = False, None
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = self.config.output_hidden_states
@@ -109,6 +112,16 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         )
 
 
+def refuse_documents(others: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: documents of packed rows are told apart, which the decoder and its attention to the source do not.
+    """
+    for name in ("position_ids", "seq_idx", "cu_seq_lens_q"):
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: an encoder-decoder reads one source and one target a row.")
+
+
 class SpadeSeq2SeqEncoder(nn.Module):
     """The encoder with the embeddings that it shares with the decoder, made of the model's own modules; `generate`
     calls it before the first token."""
@@ -130,6 +143,7 @@ class SpadeSeq2SeqEncoder(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """`labels` are the decoder's: `Seq2SeqTrainer` gives them to `generate`, which hands them on."""
+        refuse_documents(kwargs)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         kwargs["return_dict"] = True
