@@ -4,8 +4,9 @@
     python benchmarks/choosing.py --models Longhorn RWKV-4
 
 Models of 27 to 36 million random weights, in what `pip install` brings on a CPU: a training step, a prompt, tokens
-written by `generate`, and the bytes of what is kept between two tokens. Each call adds to the results. The page,
-docs/choosing.md, has recall and loss beside them, of smaller models (`mqar_families`, `mqar_peers`, `families_books`).
+written by `generate`, and the bytes of what is kept between two tokens. Each call adds to the results: a model
+has the command and commit that measured it. The page, docs/choosing.md, has recall and loss beside them, of smaller
+models (`mqar_families`, `mqar_peers`, `families_books`).
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from benchmarks.timing import RESULTS, machine_arguments, seconds_of, write_results
+from benchmarks.timing import RESULTS, machine_arguments, provenance, seconds_of, write_results
 from benchmarks.timing.models import TOKENS, build, random_rows, training_step
 
 OURS = ("Longhorn", "SPADE", "BST SH", "LMU-ISA", "Llama")  # Mamba's prompts take minutes without its kernels
@@ -121,6 +122,10 @@ def figures_of(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def commits_of(models: dict[str, Any]) -> str:
+    return ", ".join(dict.fromkeys(found["commit"] for found in models.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=OURS + PEERS, default=list(OURS + PEERS), metavar="MODEL")
@@ -128,11 +133,13 @@ def main() -> None:
     arguments = machine_arguments(parser, threads=1)
     file = RESULTS / "choosing.json"
     done = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() and not arguments.quick else {}
+    call = {key: value for key, value in provenance().items() if key in ("command", "commit")}
     for name in arguments.models:
-        done[name] = figures_of(name, rounds=1 if arguments.quick else 3)
+        done[name] = call | figures_of(name, rounds=1 if arguments.quick else 3)
         models = {each: done[each] for each in OURS + PEERS if each in done}
         settings = {"hidden_size": WIDTH, "layers": DEPTH, "window": WINDOW, "far": FAR}
-        write_results("choosing", {"settings": settings, "models": models})
+        of_all = {"command": "python benchmarks/choosing.py", "commit": commits_of(models)}
+        write_results("choosing", of_all | {"settings": settings, "models": models})
         gc.collect()
 
 

@@ -302,9 +302,21 @@ def _difference(found: Figures) -> str:
     return f"{found['mean']:+.2f}" + ("" if half is None else f" ± {half:.2f}")
 
 
+def _calls(models: Figures) -> str:
+    """Which call measured which models; those of earlier calls have no command where none was kept."""
+    names: dict[tuple[str | None, str], list[str]] = {}
+    for name, found in models.items():
+        names.setdefault((found["command"], found["commit"]), []).append(name)
+    said = [
+        f"by {f'`{command}`' if command else 'calls that were not recorded'} ({commit}): {', '.join(each)}"
+        for (command, commit), each in names.items()
+    ]
+    return f"Measured {'; '.join(said)}.\n"
+
+
 def choosing(figures: Figures) -> str:
     """Of each model what it recalls, its loss, what it costs, what it keeps, and how many checks it passes; what was
-    not measured is empty."""
+    not measured is empty. Below it, which call measured what."""
     recalls = [load(name)["best"] for name in ("mqar_families", "mqar_peers") if (RESULTS / f"{name}.json").is_file()]
     recalled = {found["model"]: found["accuracy_by_pairs"] for best in recalls for found in best}
     compared = ("peers_books", "qwen3_next_books", "families_books")  # the later has more seeds
@@ -328,4 +340,5 @@ def choosing(figures: Figures) -> str:
         )
     head = ["model", *(f"of {pairs} pairs, %" for pairs in (8, 16, 32)), "loss minus Llama's, 95 %"]
     head += ["trained, tokens/s", "read, tokens/s", "written, ms/token"]
-    return markdown_table([*head, f"kept after {figures['settings']['far']:,} tokens, MiB", "of 15 checks"], rows)
+    head += [f"kept after {figures['settings']['far']:,} tokens, MiB", "of 15 checks"]
+    return f"{markdown_table(head, rows)}\n{_calls(figures['models'])}"

@@ -1,8 +1,12 @@
-"""What benchmarks/choosing.py counts, on small models: bytes that are kept, by formula."""
+"""What benchmarks/choosing.py counts, on small models: bytes that are kept, by formula; and whose call each row is."""
+
+import json
+import sys
 
 import pytest
+from _lib import provenance
 
-from benchmarks import choosing
+from benchmarks import choosing, timing
 
 WIDTH, DEPTH, WINDOW = 128, 4, 16
 
@@ -29,3 +33,18 @@ def test_figures(name):
     assert found["kept_bytes"] == BYTES.get(name, found["kept_bytes"]) > 0
     found.pop("milliseconds_per_token")  # a difference of two times, which noise may turn round at this size
     assert min(found.values()) > 0
+
+
+def test_each_model_keeps_the_call_that_measured_it(monkeypatch, tmp_path):
+    """A later call adds its models; it says nothing about those of an earlier one."""
+    monkeypatch.setattr(choosing, "RESULTS", tmp_path)
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr(choosing, "figures_of", lambda name, rounds: {"kept_bytes": rounds})
+    for commit, names in {"1a2b": ["Llama", "xLSTM"], "3c4d": ["xLSTM"]}.items():
+        monkeypatch.setattr(sys, "argv", ["benchmarks/choosing.py", "--models", *names])
+        monkeypatch.setattr(provenance, "COMMIT", commit)
+        choosing.main()
+    found = json.loads((tmp_path / "choosing.json").read_text(encoding="utf-8"))
+    assert found["commit"] == "1a2b, 3c4d"
+    calls = {name: (each["commit"], each["command"].split("--models ")[1]) for name, each in found["models"].items()}
+    assert calls == {"Llama": ("1a2b", "Llama xLSTM"), "xLSTM": ("3c4d", "xLSTM")}
