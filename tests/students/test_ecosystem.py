@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.serving import PrefixCache, load_context, save_context
+from tests import processes
+from tests.reporting import ROOT
 from tests.serving.students import EVERY_STUDENT, student_model
-from tests.students.teachers import student, tokens
+from tests.students.teachers import OF_EXPERTS, student, tokens
 
 KINDS = pytest.mark.parametrize("kind", ["constant", "first_token"])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -41,6 +44,15 @@ def test_auto_classes_know_students(tmp_path):
     close(eager(ids).logits, model(ids).logits, 1e-5)
     eager.set_attn_implementation("sdpa")
     assert torch.equal(eager(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("first", ["build", "load"])
+def test_students_of_experts_are_the_first_of_their_kind_in_a_process(first, tmp_path):
+    for name in OF_EXPERTS:
+        student(name, "windows").save_pretrained(tmp_path / name)
+    command = [sys.executable, "-m", "tests.students.fresh_process", first, tmp_path]
+    result = processes.run(command, cwd=ROOT)
+    assert result.stdout.split() == OF_EXPERTS, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", EVERY_STUDENT)

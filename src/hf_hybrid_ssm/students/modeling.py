@@ -54,8 +54,11 @@ KEPT = (
     "_can_compile_fullgraph",
     "_skip_keys_device_placement",
     "_supports_sdpa",
+    "_can_set_attn_implementation",
+    "_can_set_experts_implementation",
 )
-"""Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+"""Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide, and what transformers answers by the
+source of the module that a class is in, which is the teacher's."""
 GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 """Styles of tensor parallelism of a teacher's attention, and those of a student's."""
 FITTERS[HybridStudentConfig.model_type] = fit_student_cache
