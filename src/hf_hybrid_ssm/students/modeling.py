@@ -365,7 +365,7 @@ def _make_class(teacher: Any) -> Any:
     if is_base:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
-        members["forward"] = _by_both_names(teacher.forward)
+        members["forward"] = _forward_of(teacher.forward)
     parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
     # language models have the name that transformers' tables know, whoever their teacher is
     made = type(own if is_base else parent.__name__, (parent, teacher), members)
@@ -379,14 +379,20 @@ def _make_class(teacher: Any) -> Any:
     return made
 
 
-def _by_both_names(forward: Callable) -> Callable:
-    """A teacher's forward that takes and gives the cache by both names."""
+def _forward_of(forward: Callable) -> Callable:
+    """A teacher's forward that takes and gives the cache by both names, and shows `seq_idx`, which the base model
+    takes: `Trainer` leaves out what a signature does not show."""
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         return with_both_names(forward(*args, **kwargs))
 
-    return by_both_cache_names(call)
+    shown = by_both_cache_names(call)
+    signature = inspect.signature(shown)
+    documents = inspect.Parameter("seq_idx", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = sorted({"seq_idx": documents, **signature.parameters}.values(), key=lambda one: one.kind)
+    shown.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return shown
 
 
 def __getattr__(name: str) -> Any:
