@@ -7,6 +7,7 @@ and hands one keyword argument down to the attention function (`hf_hybrid_ssm.st
 their teacher's names.
 """
 
+import copy
 import inspect
 import re
 import sys
@@ -41,8 +42,8 @@ from hf_hybrid_ssm.models.outputs import CACHE, ShiftedLabelsMixin, by_both_cach
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_student_cache
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
-from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
+from hf_hybrid_ssm.students.configuration import PREFIX, HybridStudentConfig, LayerPlan, config_class
+from hf_hybrid_ssm.students.forward import Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
@@ -76,6 +77,19 @@ class StudentMixin(HybridPreTrainedModel):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(cls if config is None else cls.for_config(config))
+
+    def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
+        # its own: what is saved with the weights stays what the layers were built from
+        super().__init__(copy.deepcopy(config), *args, **kwargs)
+
+    def _check_config(self, config: Any) -> None:
+        """As of `HybridPreTrainedModel`.
+
+        Raises:
+            ValueError: `student`, changed since the configuration was made, says what cannot be.
+        """
+        super()._check_config(config)
+        config.check_student()
 
     @classmethod
     def for_config(cls, config: HybridStudentConfig) -> Any:
