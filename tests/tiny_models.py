@@ -169,6 +169,7 @@ ROWS += ["student: windows and a full layer", "student: groups", "student with a
 # their cards, and what a server's pages hold of them, have tests of their own in tests/hub and tests/serving
 OF_ONE_STACK = [row for row in ROWS if EVERY[row][0] != "spade_seq2seq"]
 OF_FAMILIES = [variant for variant in VARIANTS if VARIANTS[variant][0] != STUDENTS]
+OF_STUDENTS = [variant for variant in VARIANTS if VARIANTS[variant][0] == STUDENTS]
 # those with heads for classes and spans; a student is a language model alone
 HEADED = [row for row in ROWS if EVERY[row][0] != STUDENTS]
 # widths that hold whole groups of quantized weights, by model type

@@ -201,7 +201,7 @@ def test_it_steps_aside_and_says_so_once(reason, variant, caplog, monkeypatch):
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("variant", SOME)
+@pytest.mark.parametrize("variant", [*SOME, "student: groups"])
 def test_hidden_states_are_those_of_all_tokens(variant, caplog):
     say_once.cache_clear()
     model, cache = in_float64(variant), PrefixCache(every=4)

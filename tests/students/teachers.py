@@ -63,7 +63,8 @@ if remap_legacy_layer_types(["conv"]) != [
     "conv"
 ]:  # transformers 5.16 renames these layers, and then does not find their masks
     del TEACHERS["lfm2"]
-FLOAT32 = ("gpt_oss", "mixtral", "qwen3_moe")
+OF_EXPERTS = [name for name, fields in TEACHERS.items() if fields.items() >= EXPERTS.items()]
+FLOAT32 = OF_EXPERTS
 """Experts that are multiplied in no other dtype here."""
 REFUSED = {
     "bloom": "does not pass transformers' attention interface",

@@ -1,15 +1,22 @@
 """A student's configuration is its teacher's, with a plan of its layers that can be."""
 
+import copy
+
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, Student
 from hf_hybrid_ssm.students.initial import student_config
+from hf_hybrid_ssm.students.modeling import HybridStudentForCausalLM, HybridStudentModel
 from hf_hybrid_ssm.students.teacher import attention_layers
-from tests.students.teachers import MIXED, SIZES
+from tests.students.teachers import MIXED, SIZES, TEACHERS, student, teacher, tokens, tolerance
+from tests.tiny_models import OF_STUDENTS, config_of, ids_of, own_language_model
 
 LAYERS = {"full": {"attention": "full"}, "window": {"attention": "window", "window": 4}}
+
+
+BUILDERS = (AutoModelForCausalLM.from_config, HybridStudentForCausalLM, HybridStudentModel)
 
 
 def of_plan(*layers, teacher=LlamaConfig, others=(), **plan):
@@ -63,10 +70,10 @@ def test_layers_and_groups_that_are_not_there_are_refused(keep, message):
 @pytest.mark.parametrize(
     "layer, others, message",
     [
-        ({"attention": "chunk"}, {}, "attention='chunk' must be one of 'full', 'window', 'none'"),
+        ({"attention": "chunk"}, {}, r"student.layers\[1\].attention='chunk' must be one of 'full', 'window', 'none'"),
         ({"attention": {"a": 1}}, {}, "attention={'a': 1} must be one of 'full', 'window', 'none'"),
         ({"attention": "none"}, {}, "attention='none', but the teacher's is 'full'"),
-        ({"attention": "full", "sink": "constant"}, {}, "sink is for attention='window'"),
+        ({"attention": "full", "sink": "constant"}, {}, r"student.layers\[1\]: sink is for attention='window'"),
         ({"attention": "window"}, {}, "window=None must be a number of tokens"),
         ({"attention": "window", "window": 0}, {}, "window=0 must be"),
         ({"attention": "window", "window": 4, "groups": [0, 1]}, {}, r"groups=\[0, 1\] must be some of 0 to 1"),
@@ -103,6 +110,54 @@ def test_there_is_a_plan_for_each_layer_and_a_teacher():
     for name in ("hybrid_student", "nonesuch"):
         with pytest.raises(ValueError, match=f"teacher_type='{name}' is not a model type of transformers"):
             HybridStudentConfig(teacher_type=name)
+
+
+@pytest.mark.parametrize("variant", OF_STUDENTS)
+def test_a_plan_that_was_changed_in_place_is_that_of_the_model(variant, tmp_path):
+    """The model's configuration, what is saved of it and its layers say the same, whatever the caller does later."""
+    saved, ids = own_language_model(variant), ids_of(2, 12)
+    saved.save_pretrained(tmp_path / "saved")
+    wanted = copy.deepcopy(saved.config)
+    wanted.student["layers"][0]["window"] = 2
+    wanted = type(wanted).from_dict(wanted.to_dict())
+    config = AutoConfig.from_pretrained(tmp_path / "saved")
+    config.student["layers"][0]["window"] = 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", config=config)
+    built = [build(config) for build in BUILDERS]
+    config.student["layers"][0]["window"] = 4
+    for one in (model, *built):
+        assert one.config.student == wanted.student and one.config.plan == wanted.plan
+        windows = [module.windowed for module in one.modules() if hasattr(module, "windowed")]
+        assert windows[0].layer_idx == 0 and windows[0].left == 2
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not torch.equal(saved(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("variant", OF_STUDENTS)
+@pytest.mark.parametrize("build", BUILDERS)
+def test_a_plan_that_was_changed_to_what_cannot_be_is_refused_by_name(variant, build):
+    config = copy.deepcopy(config_of(variant))
+    for value in (-3, 0, "5", None):
+        config.student["layers"][0]["window"] = value
+        with pytest.raises(ValueError, match=rf"student\.layers\[0\]\.window={value!r} must be a number of tokens"):
+            build(config)
+        config.student = copy.deepcopy(config.student)
+        with pytest.raises(ValueError, match=rf"student\.layers\[0\]\.window={value!r} must be a number of tokens"):
+            build(config)
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+@torch.no_grad()
+def test_a_built_student_gives_its_teachers_configuration(name):
+    """With the teacher's attention, by which a model of it runs."""
+    own, ids = teacher(name), tokens(2, 12)
+    config = student(name, "windows").config.teacher_config()
+    assert config._attn_implementation == own.config._attn_implementation
+    again = AutoModelForCausalLM.from_config(config, dtype=own.dtype).eval()
+    again.load_state_dict(own.state_dict())
+    torch.testing.assert_close(again(ids).logits, own(ids).logits, **tolerance(name))
 
 
 def test_a_teacher_is_looked_at_within_inference_mode_too():

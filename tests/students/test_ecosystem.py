@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.serving import PrefixCache, load_context, save_context
+from tests import processes
+from tests.reporting import ROOT
 from tests.serving.students import EVERY_STUDENT, student_model
-from tests.students.teachers import student, tokens
+from tests.students.teachers import OF_EXPERTS, TEACHERS, student, tokens
 
 KINDS = pytest.mark.parametrize("kind", ["constant", "first_token"])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -41,6 +44,33 @@ def test_auto_classes_know_students(tmp_path):
     close(eager(ids).logits, model(ids).logits, 1e-5)
     eager.set_attn_implementation("sdpa")
     assert torch.equal(eager(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("first", ["build", "load"])
+def test_students_of_experts_are_the_first_of_their_kind_in_a_process(first, tmp_path):
+    for name in OF_EXPERTS:
+        student(name, "windows").save_pretrained(tmp_path / name)
+    command = [sys.executable, "-m", "tests.students.fresh_process", first, tmp_path]
+    result = processes.run(command, cwd=ROOT)
+    assert result.stdout.split() == OF_EXPERTS, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_trainer_keeps_the_documents_of_packed_rows(name, tmp_path):
+    """Its collator gives what the forward's signature shows."""
+    model, ids = copy.deepcopy(student(name, "windows")), tokens(2, 20)
+    documents = torch.tensor([[0] * 12 + [1] * 8, [0] * 5 + [1] * 15])
+    rows = [{"input_ids": row, "labels": row, "seq_idx": of_row} for row, of_row in zip(ids, documents, strict=True)]
+    settings = {"per_device_eval_batch_size": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments(tmp_path, **settings), eval_dataset=rows)
+    if "none" in model.config.plan.own_kinds:
+        with pytest.raises(ValueError, match="layers of this teacher without attention would read across documents"):
+            trainer.evaluate()
+        return
+    with torch.no_grad():
+        wanted, across = (float(model(ids, labels=ids, seq_idx=given).loss) for given in (documents, None))
+    assert abs(wanted - across) > 1e-4
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", EVERY_STUDENT)

@@ -20,8 +20,8 @@ from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, append_to_window, document_ranks, local_attention
-from hf_hybrid_ssm.students.configuration import LayerPlan, Student
-from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
+from hf_hybrid_ssm.students.configuration import PREFIX, LayerPlan, Student
+from hf_hybrid_ssm.students.forward import Forward, Ranks
 from hf_hybrid_ssm.students.sinks import ConstantSink, first_tokens, last_of, products
 
 OF_WINDOW = "window_"

@@ -20,6 +20,8 @@ MEMORIES = ("longhorn", "context")
 NOWHERE = ("context", "none")
 """Context states are read by attention: they take no place."""
 SUFFIX = "StudentConfig"
+PREFIX = "hybrid_student|"
+"""Before the name of the attention of layers that see all tokens, in `config._attn_implementation`."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,10 @@ class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
         return self.teacher_config_class(**others)
 
     def check_student(self) -> None:
-        """
+        """Read `student` anew, which may have been changed in place.
+
         Raises:
-            ValueError: a layer's attention cannot be what `student` says.
+            ValueError: a layer's attention cannot be what it says.
         """
         self.__dict__.pop("_read", None)
         plan, own = self.plan, teacher_attention(self)
@@ -208,7 +211,8 @@ class HybridStudentConfig(SavedWithCode, PreTrainedConfig):
             raise ValueError(f"student.layers has {len(plan.layers)} entries, but num_hidden_layers={len(own)}.")
         for index, (layer, (kind, reach)) in enumerate(zip(plan.layers, own)):
             if reason := _why_not(layer, kind, reach, key_value_groups(self)):
-                raise ValueError(f"student.layers[{index}]: {reason}.")
+                joint = "." if reason.partition("=")[0] in vars(layer) else ": "
+                raise ValueError(f"student.layers[{index}]{joint}{reason}.")
         if not 0 <= plan.window_dropout < 1:
             raise ValueError(f"student.window_dropout={plan.window_dropout} must lie in [0, 1).")
         if plan.attn_scale < 0 or plan.floor_scale < 1:
@@ -273,10 +277,11 @@ def key_value_groups(config: Any) -> int:
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """All that a configuration of the same class is made of."""
+    """All that a configuration of the teacher's class is made of, a teacher's or a student's."""
     ignored = {"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"}
     fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
-    return copy.deepcopy(fields) | {"attn_implementation": config._attn_implementation}
+    attention = config._attn_implementation
+    return copy.deepcopy(fields) | {"attn_implementation": attention and attention.removeprefix(PREFIX)}
 
 
 @cache

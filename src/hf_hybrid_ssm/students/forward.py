@@ -13,10 +13,8 @@ from hf_hybrid_ssm.models.cache import served_keys
 from hf_hybrid_ssm.models.columns import ColumnRows, held_attention
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import moved
+from hf_hybrid_ssm.students.configuration import PREFIX
 from hf_hybrid_ssm.students.sinks import Angles
-
-PREFIX = "hybrid_student|"
-"""Before the name of the attention of layers that see all tokens, in `config._attn_implementation`."""
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ and hands one keyword argument down to the attention function (`hf_hybrid_ssm.st
 their teacher's names.
 """
 
+import copy
 import inspect
 import re
 import sys
@@ -22,6 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel
 from hf_hybrid_ssm.models.cache import (
@@ -40,8 +42,8 @@ from hf_hybrid_ssm.models.outputs import CACHE, ShiftedLabelsMixin, by_both_cach
 from hf_hybrid_ssm.ops.local_attention import document_ranks
 from hf_hybrid_ssm.students.attention import OF_WINDOW, WindowedAttention, implementation
 from hf_hybrid_ssm.students.cache import fit_student_cache
-from hf_hybrid_ssm.students.configuration import HybridStudentConfig, LayerPlan, config_class
-from hf_hybrid_ssm.students.forward import PREFIX, Forward, Ranks
+from hf_hybrid_ssm.students.configuration import PREFIX, HybridStudentConfig, LayerPlan, config_class
+from hf_hybrid_ssm.students.forward import Forward, Ranks
 from hf_hybrid_ssm.students.memory import add_memory, initialise
 from hf_hybrid_ssm.students.sinks import Angles, ConstantSink, angles_before, turned_together
 from hf_hybrid_ssm.students.teacher import AttentionLayer, attention_layers, class_of
@@ -54,8 +56,11 @@ KEPT = (
     "_can_compile_fullgraph",
     "_skip_keys_device_placement",
     "_supports_sdpa",
+    "_can_set_attn_implementation",
+    "_can_set_experts_implementation",
 )
-"""Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide."""
+"""Attributes of a teacher's class that those of `HybridPreTrainedModel` would hide, and what transformers answers by
+the source of a class's module, which has to be the teacher's."""
 GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 """Styles of tensor parallelism of a teacher's attention, and those of a student's."""
 FITTERS[HybridStudentConfig.model_type] = fit_student_cache
@@ -72,6 +77,19 @@ class StudentMixin(HybridPreTrainedModel):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(cls if config is None else cls.for_config(config))
+
+    def __init__(self, config: HybridStudentConfig, *args: Any, **kwargs: Any):
+        # its own: what is saved with the weights stays what the layers were built from
+        super().__init__(copy.deepcopy(config), *args, **kwargs)
+
+    def _check_config(self, config: Any) -> None:
+        """As of `HybridPreTrainedModel`.
+
+        Raises:
+            ValueError: `student`, changed since the configuration was made, says what cannot be.
+        """
+        super()._check_config(config)
+        config.check_student()
 
     @classmethod
     def for_config(cls, config: HybridStudentConfig) -> Any:
@@ -362,24 +380,34 @@ def _make_class(teacher: Any) -> Any:
     if is_base:
         members["known_arguments"] = LISTED | set(inspect.signature(teacher.forward).parameters)
     else:
-        members["forward"] = _by_both_names(teacher.forward)
+        members["forward"] = _forward_of(teacher.forward)
     parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
     # language models have the name that transformers' tables know, whoever their teacher is
     made = type(own if is_base else parent.__name__, (parent, teacher), members)
+    if is_base:
+        # what it can return besides: a model registers it as it is built, and a language model's base is built as the
+        # teacher's; by the name of the class, which is the key in all versions of transformers
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), teacher._can_record_outputs)
     conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
     if conversions is not None and is_base:  # layers are stored under other names than they have
         register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
 
 
-def _by_both_names(forward: Callable) -> Callable:
-    """A teacher's forward that takes and gives the cache by both names."""
+def _forward_of(forward: Callable) -> Callable:
+    """A teacher's forward that takes and gives the cache by both names, and shows `seq_idx`, which the base model
+    takes: `Trainer` leaves out what a signature does not show."""
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         return with_both_names(forward(*args, **kwargs))
 
-    return by_both_cache_names(call)
+    shown = by_both_cache_names(call)
+    signature = inspect.signature(shown)
+    documents = inspect.Parameter("seq_idx", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = sorted({"seq_idx": documents, **signature.parameters}.values(), key=lambda one: one.kind)
+    shown.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return shown
 
 
 def __getattr__(name: str) -> Any:

@@ -76,6 +76,7 @@ def attention_layers(config: PreTrainedConfig, model_type: str | None = None) ->
     kind = config.model_type if model_type is None else model_type
     plain = copy.deepcopy(config)
     plain._attn_implementation = None
+    plain._experts_implementation = None  # transformers' choice: the "eager" one asks for values, and meta has none
     plain.dtype = None  # a string once a model was saved, which some layers do not read
     for name in ("student", "quantization_config"):
         plain.__dict__.pop(name, None)
