@@ -27,7 +27,8 @@ def load_layers(usual: Callable[..., Any], source: Any, *args: Any, teacher: Any
 
 
 def check_layers(model: Any, source: Any, told: dict[str, Any]) -> None:
-    """Refuse a model whose layers are all new, or all of whose base model is.
+    """Refuse a model all of whose base model is new, or with `needs_layers` all of its layers: embeddings alone may be
+    what an encoder, asked for by its name, takes of a language model.
 
     Args:
         source: what it was loaded from.
@@ -40,8 +41,10 @@ def check_layers(model: Any, source: Any, told: dict[str, Any]) -> None:
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # which no report names
     names = {f"{prefix}{name}" for name, _ in model.base_model.named_parameters()}
     wanted = names - tied.keys() - set(tied.values())
-    layers = {name for name in wanted if ".layers." in f".{name}"} or wanted
-    if not wanted or not layers <= told["missing_keys"] or getattr(model, "may_be_new", False):
+    needed = wanted
+    if getattr(model, "needs_layers", False):
+        needed = {name for name in wanted if ".layers." in f".{name}"} or wanted
+    if not wanted or not needed <= told["missing_keys"] or getattr(model, "may_be_new", False):
         return
     some = min(wanted)
     for name in sorted(told["unexpected_keys"]):

@@ -187,6 +187,7 @@ class BaseOfCheckpoint(PreTrainedModel):
     """
 
     encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, which is in the module of the class
+    needs_layers = True
 
     @classmethod
     def _class_for(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel]:
@@ -215,6 +216,8 @@ class StackOfCheckpoint(PreTrainedModel):
     """A classifier over the stack that its checkpoint holds: loaded from a causal language model it is causal.
     `causal_classifier=False` asks for an encoder all the same, whose layers are then newly initialised.
     """
+
+    needs_layers = True
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
