@@ -45,7 +45,14 @@ from hf_hybrid_ssm.upcycle.student import config_of, constant_sinks, new_modules
 STAGES = ("align", "distil", "finetune")
 BEGUN = "settings.json"
 ASIDE = (*STAGES, "delta", "resume", "teacher_device_map", "teacher_states", "run_name", "use_cpu", "disable_tqdm")
-WATCHING = ("logging_", "save_", "eval_", "report_", "dataloader_", "hub_", "push_", "per_device_eval_", "load_best_")
+UNSEEN = ("logging_", "save_", "eval_", "report_", "dataloader_", "hub_", "push_", "per_device_eval_", "load_best_")
+UNSEEN += (
+    "activation_checkpointing",
+    "gradient_checkpointing",
+    "torch_compile",
+    "torch_empty_cache",
+    "preprocessing_",
+)
 """Settings of a stage that change nothing of what it learns, and beginnings of their names."""
 EVALUATION = "evaluation"
 TRAINED = ("all", "new")
@@ -168,7 +175,7 @@ def learnt_by(
     """What a stage and those before it learn from: a run that goes on has the same."""
     found = settings_of(arguments, settings, without=ASIDE) | asdict(data)
     found |= {each: getattr(arguments, each) for each in STAGES[: STAGES.index(stage)]}
-    return {name: value for name, value in found.items() if not name.startswith(WATCHING)}
+    return {name: value for name, value in found.items() if not name.startswith(UNSEEN)}
 
 
 def check_begun(settings: TrainingArguments, about: dict[str, Any]) -> None:

@@ -93,3 +93,9 @@ def test_recipe_carries(tmp_path):
 def test_shuffled_batches_are_refused(tmp_path):
     with pytest.raises(ValueError, match="train_sampling_strategy='random' would shuffle"):
         pretrain(*settings(tmp_path, "shuffled", True, train_sampling_strategy="random"))
+
+
+def test_gradient_checkpointing_is_refused(tmp_path):
+    """It takes no cache: each segment would begin without a state."""
+    with pytest.raises(ValueError, match="carry_segments=True carries a cache, which activation_checkpointing=true"):
+        pretrain(*settings(tmp_path, "again", True, gradient_checkpointing=True))
