@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import (
@@ -43,6 +43,14 @@ class HybridPreTrainedModel(PreTrainedModel):
     _tp_plan: dict[str, str] | None
     _fsdp_plan: dict[str, str] | None
     _can_record_outputs: dict[str, Any] | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """transformers notes by the name of a class what its models can return, when one of them is built: not in a
+        process that a model was sent to, not for the class that FSDP2 makes of a model's, nor for a student's base,
+        which is built as its teacher's. So each class is noted here."""
+        super().__init_subclass__(**kwargs)
+        if cls._can_record_outputs is not None:
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         self._check_config(config)

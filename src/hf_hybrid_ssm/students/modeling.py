@@ -23,7 +23,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_hybrid_ssm.models.base import LAYER_NUMBER, HybridPreTrainedModel
 from hf_hybrid_ssm.models.cache import (
@@ -384,10 +383,6 @@ def _make_class(teacher: Any) -> Any:
     parent: Any = HybridStudentModel if is_base else HybridStudentForCausalLM
     # language models have the name that transformers' tables know, whoever their teacher is
     made = type(own if is_base else parent.__name__, (parent, teacher), members)
-    if is_base:
-        # what it can return besides: a model registers it as it is built, and a language model's base is built as the
-        # teacher's; by the name of the class, which is the key in all versions of transformers
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), teacher._can_record_outputs)
     conversions = get_checkpoint_conversion_mapping(teacher.__name__) or get_checkpoint_conversion_mapping(model_type)
     if conversions is not None and is_base:  # layers are stored under other names than they have
         register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
