@@ -45,7 +45,17 @@ from hf_hybrid_ssm.upcycle.student import config_of, constant_sinks, new_modules
 STAGES = ("align", "distil", "finetune")
 BEGUN = "settings.json"
 ASIDE = (*STAGES, "delta", "resume", "teacher_device_map", "teacher_states", "run_name", "use_cpu", "disable_tqdm")
-UNSEEN = ("logging_", "save_", "eval_", "report_", "dataloader_", "hub_", "push_", "per_device_eval_", "load_best_")
+UNSEEN: tuple[str, ...] = (
+    "logging_",
+    "save_",
+    "eval_",
+    "report_",
+    "dataloader_",
+    "hub_",
+    "push_",
+    "per_device_eval_",
+    "load_best_",
+)
 UNSEEN += (
     "activation_checkpointing",
     "gradient_checkpointing",

@@ -81,6 +81,11 @@ class StudentMixin(HybridPreTrainedModel):
         # its own: what is saved with the weights stays what the layers were built from
         super().__init__(copy.deepcopy(config), *args, **kwargs)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a student that was sent to this process, whose attention may not be known here."""
+        super().__setstate__(state)
+        implementation((self.config._attn_implementation or "eager").removeprefix(PREFIX))
+
     def _check_config(self, config: Any) -> None:
         """As of `HybridPreTrainedModel`.
 
