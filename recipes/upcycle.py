@@ -33,12 +33,13 @@ from transformers import PreTrainedModel, TrainingArguments, default_data_collat
 
 from hf_hybrid_ssm.cli.progress import progress
 from hf_hybrid_ssm.hub import card_of_folder
-from hf_hybrid_ssm.hub.delta_files import remove_weights
+from hf_hybrid_ssm.hub.delta_files import replacing
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.students.configuration import teacher_attention
 from hf_hybrid_ssm.upcycle import Keep, Teacher, choose_layers, save_delta, upcycle
+from hf_hybrid_ssm.upcycle.early import refuse_own_folder
 from hf_hybrid_ssm.upcycle.loading import open_teacher
 from hf_hybrid_ssm.upcycle.student import config_of, constant_sinks, new_modules
 
@@ -235,6 +236,7 @@ def frozen_beside_the_new(student: Any, rank: int) -> Any:
 def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
     """Make, train, evaluate and save the student; returns what is written to results.json."""
     folder = Path(training.output_dir)
+    refuse_own_folder(folder, arguments.teacher)
     check_output(training.output_dir, arguments.overwrite, "auto" if is_own(folder) and arguments.resume else None)
     stages = {
         stage: stage_arguments(training, stage, getattr(arguments, stage))
@@ -414,9 +416,9 @@ def save(
     if arguments.delta:
         save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
     else:
-        remove_weights(folder)
-        student.save_pretrained(folder, export_code=True)
-        tokenizer.save_pretrained(folder)
+        with replacing(folder) as beside:
+            student.save_pretrained(beside, export_code=True)
+            tokenizer.save_pretrained(beside)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")
     if (folder / "README.md").exists() and not arguments.overwrite:

@@ -298,3 +298,31 @@ def test_wrong_input_is_one_line(made, tmp_path, capsys):
         assert not (tmp_path / "out").exists()
     assert main(["upcycle", str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 1
     assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pair", ["delta=true", "window=32", "output-dir=elsewhere", "keep=[1]"])
+def test_what_the_command_says_is_not_said_again_to_the_recipe(pair, made, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["upcycle", str(made / "teacher"), str(tmp_path / "out"), "--train", "train_files=[x.txt]", pair])
+    assert end.value.code == 2 and "instead" in capsys.readouterr().err
+
+
+def test_a_teacher_is_not_written_over(made, capsys):
+    held = {path.name for path in (made / "teacher").iterdir()}
+    assert main(["upcycle", str(made / "teacher"), str(made / "teacher"), "--delta", "--overwrite"]) != 0
+    assert "is the teacher's own folder" in capsys.readouterr().err
+    assert {path.name for path in (made / "teacher").iterdir()} == held
+
+
+def test_a_rounded_student_is_measured_as_it_is_loaded(made, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "hf_hybrid_ssm.cli.upcycle._measure", lambda args, student, *rest: measured.append(student) or {}
+    )
+    options = ["--recall-texts", "0", "--keep-by", "even", "--window", "16", "--dtype", "bfloat16"]
+    assert main(["upcycle", str(made / "teacher"), str(tmp_path / "out"), *options]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    wanted = dict(found.named_buffers())
+    assert wanted and found.dtype == torch.bfloat16
+    for name, buffer in measured[0].named_buffers():
+        assert buffer.dtype == wanted[name].dtype and torch.equal(buffer, wanted[name]), name

@@ -214,3 +214,18 @@ def test_killed_runs_end_like_one_left_alone(family, tmp_path, record_property):
 if __name__ == "__main__":
     name, number, folder = sys.argv[1:]
     print(json.dumps(crash(name, int(number), Path(folder), Random(1))))
+
+
+def test_checkpoints_of_adapters_are_complete(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    config = config_of(FAMILIES["longhorn"], vocab_size=64, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    ids = torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_steps": 1}
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, per_device_train_batch_size=4, **options)
+    Trainer(model, arguments, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids})).train()
+    assert latest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2/adapter_model.safetensors").write_bytes(b"cut off")
+    assert latest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert "checkpoint-2 cannot be resumed from" in caplog.text

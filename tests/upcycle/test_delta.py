@@ -342,3 +342,79 @@ def test_the_card_says_whose_delta_it_is(teachers, tmp_path):
     assert "## Teacher" in card and f"hf-hybrid-ssm export {tmp_path.name} --full OUT" in card
     assert f"`{delta.teacher}`" in card and f"`{delta.fingerprint}`" in card and "base_model" not in card
     assert f'teacher="{delta.teacher}")' in card and check_folder(tmp_path)["code"] == 0
+
+
+def adapted(student, **options):
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(student, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return made
+
+
+def test_a_head_that_was_untied_comes_back(teachers, tmp_path):
+    merged = adapted(student_of(teachers["folder"], "windows"), modules_to_save=["lm_head"]).merge_and_unload()
+    merged.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match=r"tie_word_embeddings=True of the student, but lm_head\.weight differs"):
+        save_delta(merged, tmp_path / "tied", teachers["folder"])
+    assert not (tmp_path / "tied").exists()
+    merged.config.tie_word_embeddings = False
+    save_delta(merged, tmp_path / "delta", teachers["folder"])
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=teachers["folder"])
+    ids = tokenizer_of_tests()(TEXT, return_tensors="pt")["input_ids"]
+    torch.testing.assert_close(found(ids).logits, merged.eval()(ids).logits, rtol=0, atol=0)
+
+
+def test_what_no_delta_could_be_read_into_is_refused(teachers, tmp_path):
+    """The adapters are still there."""
+    student = student_of(teachers["folder"], "windows")
+    wrapped = adapted(student)
+    for given in (student, wrapped, torch.compile(student)):
+        with pytest.raises(ValueError, match="give the model inside of a wrapper, and merge adapters"):
+            save_delta(given, tmp_path, teachers["folder"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teacher_is_not_replaced_by_its_student(teachers, tmp_path):
+    teacher = shutil.copytree(teachers["folder"], tmp_path / "teacher")
+    held = {path.name: path.read_bytes() for path in teacher.iterdir()}
+    student = student_of(teacher, "windows")
+    save_delta(student, tmp_path / "delta", teacher)
+    with pytest.raises(ValueError, match="is the teacher's own folder"):
+        save_delta(student, teacher, teacher, overwrite=True)
+    with pytest.raises(ValueError, match="is the teacher's own folder"):
+        write_full(tmp_path / "delta", teacher / ".", teacher)
+    assert held == {path.name: path.read_bytes() for path in teacher.iterdir()}
+
+
+def test_settings_of_generate_that_only_sampling_reads(teachers, tmp_path):
+    teacher = shutil.copytree(teachers["folder"], tmp_path / "teacher")
+    sampling = {"bos_token_id": 0, "eos_token_id": 1, "temperature": 0.6, "top_p": 0.9}
+    (teacher / "generation_config.json").write_text(json.dumps(sampling))
+    save_delta(student_of(teacher, "windows"), tmp_path / "delta", teacher)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=teacher)
+    assert found.generation_config.temperature == 0.6
+    found.save_pretrained(tmp_path / "whole")
+    write_full(tmp_path / "delta", tmp_path / "full", teacher)
+    assert json.loads((tmp_path / "full/generation_config.json").read_text())["top_p"] == 0.9
+
+
+def test_an_earlier_save_goes_when_the_next_one_is_whole(teachers, tmp_path, monkeypatch):
+    student, tokenizer = student_of(teachers["folder"], "windows"), tokenizer_of_tests()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    save_delta(student, tmp_path, teachers["folder"], tokenizer=tokenizer)
+    (tmp_path / "adapter_runs").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    held = {path.name for path in tmp_path.iterdir()}
+    with monkeypatch.context() as breaking:
+        breaking.setattr("hf_hybrid_ssm.upcycle.delta.save_file", lambda *given, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_delta(student, tmp_path, teachers["folder"], overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == held
+    save_delta(student, tmp_path, teachers["folder"], overwrite=True)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_runs", "notes.txt", DELTA, DELTA_WEIGHTS, "config.json"} <= left
+    assert not any(name.startswith(("tokenizer", "chat_template")) for name in left)
+    assert tokenizer_of(tmp_path, teachers["folder"]).chat_template != tokenizer.chat_template

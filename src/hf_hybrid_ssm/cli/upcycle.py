@@ -28,6 +28,8 @@ from hf_hybrid_ssm.cli.progress import progress
 KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
 MEMORIES = ("longhorn", "context")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OF_BOTH = ("teacher", "keep", "keep_by", "window", "memory", "delta")
+"""Arguments of this command that are settings of the recipe, too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -48,8 +50,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str,
         raise FileExistsError(f"{str(args.out)!r} is not empty: name another folder, or give --overwrite.")
     text = None if args.text is None else args.text.read_text(encoding="utf-8")
 
-    from hf_hybrid_ssm.upcycle.early import refuse_early
+    from hf_hybrid_ssm.upcycle.early import refuse_early, refuse_own_folder
 
+    refuse_own_folder(args.out, args.teacher)
     refuse_early(args.teacher)
 
     from transformers import logging
@@ -118,7 +121,7 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
     """The student as it starts, in its folder."""
     import torch
 
-    from hf_hybrid_ssm.hub.delta_files import remove_weights
+    from hf_hybrid_ssm.hub.delta_files import replacing
     from hf_hybrid_ssm.upcycle import choose_layers, save_delta, upcycle
     from hf_hybrid_ssm.upcycle.student import BEYOND
 
@@ -130,15 +133,23 @@ def _made(args: argparse.Namespace, teacher: Any, keep: Any, ids: Any) -> Any:
         _say(report.sink)
     _say(f"{len(report.copied)} tensors are the teacher's, {len(report.new)} of the student's are new")
     if args.dtype != "auto":
-        student.to(getattr(torch, args.dtype))
+        _round(student, getattr(torch, args.dtype))
     if args.delta:
         save_delta(student, args.out, teacher, tokenizer=teacher.tokenizer, overwrite=True)
         return student
-    args.out.mkdir(parents=True, exist_ok=True)
-    remove_weights(args.out)
-    student.save_pretrained(args.out, export_code=True)
-    teacher.tokenizer.save_pretrained(args.out)
+    with replacing(args.out) as beside:
+        student.save_pretrained(beside, export_code=True)
+        teacher.tokenizer.save_pretrained(beside)
     return student
+
+
+def _round(student: Any, dtype: Any) -> None:
+    """As it will be loaded: what is computed and not saved, such as rotary frequencies, keeps its dtype."""
+    computed = [(module, name, part) for module in student.modules() for name, part in module._buffers.items()]
+    student.to(dtype)
+    for module, name, part in computed:
+        if name in module._non_persistent_buffers_set:
+            module._buffers[name] = part
 
 
 def _trained(args: argparse.Namespace) -> Any:
@@ -147,8 +158,10 @@ def _trained(args: argparse.Namespace) -> Any:
 
     from hf_hybrid_ssm.cli.recipe import run_recipe
 
-    settings = {name: getattr(args, name) for name in ("teacher", "keep", "keep_by", "window", "memory", "delta")}
+    settings = {name: getattr(args, name) for name in OF_BOTH}
     settings |= {"output_dir": str(args.out), "overwrite": args.overwrite}
+    if args.device == "cpu":
+        settings["use_cpu"] = True
     pairs = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     try:
         run_recipe("upcycle", [*pairs, *args.train])
@@ -193,6 +206,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.train is not None:
         if args.dtype != "auto":
             parser.error("--dtype is for a student that is not trained")
+        flags = {"output_dir": "OUT", "teacher": "TEACHER"}
+        flags |= {name: f"--{name.replace('_', '-')}" for name in (*OF_BOTH, "overwrite") if name != "teacher"}
+        for name in (pair.partition("=")[0].removeprefix("--").replace("-", "_") for pair in args.train):
+            if name in flags:
+                parser.error(f"--train {name}=...: give {flags[name]} instead")
         if wrong := [pair for pair in args.train if "=" not in pair]:
             parser.error(f"--train {wrong[0]}: key=value was expected, as the recipe upcycle takes it")
 

@@ -7,6 +7,10 @@ else: where the teacher lies is for the user to say (`upcycle.delta`).
 
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +22,18 @@ from hf_hybrid_ssm.hub.writing import write_whole
 DELTA = "delta.json"
 DELTA_WEIGHTS = "delta.safetensors"
 FORMAT = 3
+WEIGHTS = (
+    "model*.safetensors",
+    SAFE_WEIGHTS_INDEX_NAME,
+    DELTA,
+    DELTA_WEIGHTS,
+    "adapter_config.json",
+    "adapter_model*",
+)
+TEXTS = (
+    "generation_config.json", "tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,31 @@ def read_delta(folder: Path) -> Delta:
 def remove_weights(folder: Path) -> None:
     """Take away what an earlier save left, whole, delta or adapter, so that nothing contradicts the next: transformers
     puts an adapter on top of whole weights that lie beside it."""
-    for pattern in ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, DELTA, DELTA_WEIGHTS, "adapter_*"):
+    _remove(folder, WEIGHTS)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to save a model in, whose files come into `folder` once all are there. What an earlier save left of
+    weights, tokenizer and settings of `generate` goes then; nothing does if the new save breaks off."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+    try:
+        yield beside
+        _remove(folder, (*WEIGHTS, *TEXTS))
+        for path in beside.iterdir():
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _remove(folder: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
         for path in folder.glob(pattern):
-            path.unlink()
+            if path.is_file():
+                path.unlink()
+    if "chat_template.jinja" in patterns:
+        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)

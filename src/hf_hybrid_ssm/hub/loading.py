@@ -33,6 +33,7 @@ def load(
             model, told = usual(None, *args, **arguments | {"output_loading_info": True})
             model.name_or_path = model.config.name_or_path = str(source)
             check_layers(model, source, told)
+            delta.set_generation(model, source, options)
             return (model, told) if options.get("output_loading_info") else model
     reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & options.keys()
     if not reads_others and options.get("use_safetensors") is not False:

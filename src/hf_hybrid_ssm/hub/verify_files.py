@@ -165,6 +165,15 @@ def _check_adapter(folder: Path) -> None:
     _header(folder / ADAPTER_WEIGHTS)
 
 
+def tensors_of_adapter(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name of a tensor → shape and dtype, of PEFT's adapter in a folder.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    return _header(folder / ADAPTER_WEIGHTS)
+
+
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     if not path.is_file():
         raise ValueError(f"{path} is missing.")

@@ -4,25 +4,32 @@
 incomplete folder as the newest checkpoint; `resume_from_checkpoint=True` would use it.
 """
 
+import logging
 import os
 import re
 import zipfile
 from pathlib import Path
 
 from hf_hybrid_ssm.hub.reading import read_any_json, read_json
-from hf_hybrid_ssm.hub.verify_files import tensors_of
+from hf_hybrid_ssm.hub.verify_files import ADAPTER_CONFIG, tensors_of, tensors_of_adapter
 
+logger = logging.getLogger(__name__)
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 
 
 def latest_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The folder to give to `Trainer.train(resume_from_checkpoint=...)`; None if there is none to resume from.
 
-    Every file of a checkpoint is read once, newest folder first, until one is complete.
+    Every file of a checkpoint is read once, newest folder first, until one is complete. A warning tells of each
+    that is passed over.
     """
     folder = Path(output_dir)
     saved = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
-    return next((str(path) for _, path in sorted(saved, reverse=True) if checkpoint_defect(path) is None), None)
+    for _, path in sorted(saved, reverse=True):
+        if (defect := checkpoint_defect(path)) is None:
+            return str(path)
+        logger.warning("%s cannot be resumed from: %s.", path, defect)
+    return None
 
 
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -51,7 +58,7 @@ def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
     else:
         needed = NEEDED
         try:
-            tensors_of(folder)
+            (tensors_of_adapter if (folder / ADAPTER_CONFIG).is_file() else tensors_of)(folder)
         except ValueError as error:
             return str(error)
     if missing := [name for name in needed if not (folder / name).is_file()]:

@@ -22,11 +22,18 @@ from transformers import (
 )
 
 from hf_hybrid_ssm.hub.cards import card_of_folder
-from hf_hybrid_ssm.hub.configurations import config_of_folder
-from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
+from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
+from hf_hybrid_ssm.hub.delta_files import (
+    DELTA_WEIGHTS,
+    Delta,
+    is_delta,
+    read_delta,
+    replacing,
+)
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify import check_tensors, own_tensors
-from hf_hybrid_ssm.hub.writing import whole_file, write_whole
+from hf_hybrid_ssm.hub.writing import write_whole
+from hf_hybrid_ssm.upcycle.early import refuse_own_folder
 from hf_hybrid_ssm.upcycle.loading import TeacherFiles, open_teacher, weights_as_saved
 from hf_hybrid_ssm.upcycle.teacher import Teacher
 
@@ -71,11 +78,13 @@ def save_delta(
     source = teacher.source if isinstance(teacher, Teacher) else teacher
     if source is None:
         raise ValueError("the teacher has no source that a delta could name: give its folder, name or file.")
+    refuse_own_folder(where, source)
+    _check_is_whole(student)
     if isinstance(teacher, Teacher) and teacher.is_as_saved:
         weights = teacher.model.state_dict()
     else:
         weights = weights_as_saved(source)
-    tensors, tied = student.state_dict(), getattr(student, "all_tied_weights_keys", None) or {}
+    tensors, tied = student.state_dict(), _tied(student)
     own = {
         name: (value if dtype is None or value.dim() < 2 else value.to(dtype)).detach().cpu().contiguous()
         for name, value in tensors.items()
@@ -88,21 +97,50 @@ def save_delta(
     is_on_hub = not Path(source).exists()
     name = str(source) if is_on_hub else Path(source).resolve().name
     delta = Delta(name, is_on_hub, fingerprint_of(weights), fingerprint_of(own))
-    where.mkdir(parents=True, exist_ok=True)
-    remove_weights(where)
     config = copy.deepcopy(student.config)
     config.architectures, config.dtype = [type(student).__name__], student.dtype
     if hasattr(config, "auto_map"):
         del config.auto_map  # a delta does not carry code
-    config.save_pretrained(where)
-    if student.can_generate():
-        student.generation_config.save_pretrained(where)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(where)
-    with whole_file(where / DELTA_WEIGHTS) as beside:
-        save_file(own, beside, metadata={"format": "pt"})
-    delta.write(where)
+    with replacing(where) as beside:
+        config.save_pretrained(beside)
+        if student.can_generate():
+            student.generation_config.save_pretrained(beside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        save_file(own, beside / DELTA_WEIGHTS, metadata={"format": "pt"})
+        delta.write(beside)
     return delta
+
+
+def _check_is_whole(student: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: it has other tensors than a model of its configuration, which is what a delta is read into.
+    """
+    config = copy.deepcopy(student.config)
+    wanted, found = without_memory(lambda: AutoModelForCausalLM.from_config(config)).state_dict(), student.state_dict()
+    if other := sorted(name for name in found.keys() ^ wanted.keys()):
+        raise ValueError(
+            f"{other[0]} is {'not ' if other[0] in wanted else ''}in the student, against its configuration: give the "
+            "model inside of a wrapper, and merge adapters before (merge_and_unload)."
+        )
+
+
+def _tied(student: PreTrainedModel) -> set[str]:
+    """The tensors that are others by another name.
+
+    Raises:
+        ValueError: the configuration ties them, and they have values of their own.
+    """
+    tensors, found = student.state_dict(), set()
+    for name, other in (getattr(student, "all_tied_weights_keys", None) or {}).items():
+        if tensors[name].data_ptr() == tensors[other].data_ptr():
+            found.add(name)
+        elif getattr(student.config, "tie_word_embeddings", False) and not torch.equal(tensors[name], tensors[other]):
+            raise ValueError(
+                f"tie_word_embeddings=True of the student, but {name} differs from {other}: set it False."
+            )
+    return found
 
 
 def _is_same(value: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> bool:
@@ -129,9 +167,15 @@ def loading_arguments(folder: Any, teacher: Any, others: Mapping[str, Any]) -> d
     where = Path(folder)
     options = dict(others) | {"state_dict": weights_of(where, teacher)}
     options["config"] = others.get("config") or str(where)
-    if others.get("generation_config") is None and (where / "generation_config.json").is_file():
-        options["generation_config"] = GenerationConfig.from_pretrained(where)
     return options
+
+
+def set_generation(model: Any, folder: str | os.PathLike, others: Mapping[str, Any]) -> None:
+    """The settings of `generate` of a delta, as `from_pretrained` would set those of a folder: given to it they could
+    not always be saved again."""
+    where = Path(folder)
+    if others.get("generation_config") is None and (where / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(where)
 
 
 def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = None) -> dict[str, torch.Tensor]:
@@ -213,12 +257,12 @@ def write_full(
         raise ValueError(f"{str(where)!r} is no delta: it is whole already.")
     if to.resolve() == where.resolve():
         raise ValueError(f"target={str(to)!r} is the delta's own folder: name another one.")
+    refuse_own_folder(to, os.environ.get(TEACHER) if teacher is None else teacher)
     tokenizer = tokenizer_of(where, teacher)
     model = AutoModelForCausalLM.from_pretrained(where, teacher=teacher)
-    to.mkdir(parents=True, exist_ok=True)
-    remove_weights(to)
-    model.save_pretrained(to, export_code=True)
-    tokenizer.save_pretrained(to)
+    with replacing(to) as beside:
+        model.save_pretrained(beside, export_code=True)
+        tokenizer.save_pretrained(beside)
     if (where / "results.json").is_file():
         shutil.copyfile(where / "results.json", to / "results.json")
     write_whole(to / "README.md", card_of_folder(to))

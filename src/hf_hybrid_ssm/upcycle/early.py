@@ -23,3 +23,12 @@ def refuse_early(path_or_name: str | os.PathLike) -> None:
         from hf_hybrid_ssm.hub.verify_files import read_config  # imports some of transformers
 
         read_config(path)
+
+
+def refuse_own_folder(folder: str | os.PathLike, teacher: str | os.PathLike | None) -> None:
+    """
+    Raises:
+        ValueError: what is to be written would replace the teacher.
+    """
+    if teacher is not None and Path(teacher).exists() and Path(teacher).resolve() == Path(folder).resolve():
+        raise ValueError(f"{str(folder)!r} is the teacher's own folder: name another one.")
