@@ -249,6 +249,24 @@ def test_lm_evals_own_refusals_are_one_line(checkpoint, capsys, monkeypatch):
     assert "nosuchtask" in refused(capsys, "eval", *given)
 
 
+OUTPUTS = {  # what is read comes after, and is not there: {missing}
+    "read": ("{model}", "{missing}", "--context", "{folder}", "--overwrite"),
+    "read below a file": ("{model}", "{missing}", "--context", "{file}/context"),
+    "convert": ("longhorn", "{missing}", "{file}"),
+    "export": ("{model}", "--full", "{file}", "--overwrite"),
+    "plan": ("--markdown", "{folder}"),
+    "upcycle": ("{missing}", "{file}", "--overwrite"),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_what_cannot_be_written_is_said_before_anything_is_read(case, checkpoint, tmp_path, capsys):
+    places = {"model": checkpoint, "missing": tmp_path / "missing", "folder": tmp_path, "file": tmp_path / "file"}
+    places["file"].touch()
+    said = refused(capsys, case.split()[0], *(part.format(**places) for part in OUTPUTS[case]))
+    assert str(places["missing"]) not in said and str(tmp_path) in said
+
+
 def test_the_demo_writes_into_no_file(tmp_path, capsys):
     (tmp_path / "file").touch()
     for path in ("file", "file/below"):
