@@ -1,5 +1,6 @@
 """Wrong input of every command: one line that names it, a status, and nothing lost or executed."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import generate, main
 from hf_hybrid_ssm.cli.errors import TRACEBACK
 from hf_hybrid_ssm.cli.parsing import is_path
+from hf_hybrid_ssm.planning import Setup
 from tests.tiny_models import build
 
 
@@ -238,6 +240,23 @@ def test_plan_looks_at_its_page_first(tmp_path, capsys, monkeypatch):
     ):
         assert message in refused(capsys, "plan", "--markdown", path)
     assert (tmp_path / "mine.md").read_text() == "Mine.\n"
+
+
+@pytest.mark.parametrize("page", [[], ["--markdown", "page.md"]], ids=["names", "page"])
+def test_plan_without_a_model_ignores_no_option(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_hybrid_ssm.planning.report.page", lambda *_: pytest.fail("planned for minutes"))
+    given = {"batch": "1", "length": "8192", "gpus": "64", "dtype": "bfloat16", "optimizer": "sgd"}
+    given |= {"sharding": "fsdp2", "kernels": "torch"}
+    flags = [[f"--{name}", value] for name, value in given.items()] + [["--bf16"], ["--checkpointing"]]
+    flags += [["--json"]] if page else []
+    for options in flags:
+        said = refused(capsys, "plan", *page, *options, status=2)
+        assert f"{options[0]}: give FAMILY/PRESET or a FOLDER" in said
+    said = refused(capsys, "plan", *page, *(part for options in flags for part in options), status=2)
+    assert all(options[0] in said for options in flags)
+    assert {*given, "mixed_precision", "checkpointing"} == {field.name for field in dataclasses.fields(Setup)}
+    assert not list(tmp_path.iterdir())
 
 
 def test_lm_evals_own_refusals_are_one_line(checkpoint, capsys, monkeypatch):
