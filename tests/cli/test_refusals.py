@@ -40,7 +40,7 @@ def test_sizes_that_no_memory_has(copy, capsys):
     saved = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(saved | {"hidden_size": 10**15}))
     for command in ("check", "card", "plan"):
-        assert "no model of these sizes can be" in refused(capsys, command, copy)
+        assert "no model of this configuration can be" in refused(capsys, command, copy)
 
 
 def test_no_code_of_a_folder_is_executed(copy, tmp_path, capsys, monkeypatch):
