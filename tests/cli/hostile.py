@@ -100,6 +100,11 @@ def _long_text(folder: Path, _: Path) -> None:
         file.truncate(2**40)  # takes no room
 
 
+def _empty_index(folder: Path, _: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+
+
 def _templates(folder: Path, outside: Path) -> None:
     (outside / "templates").mkdir(exist_ok=True)
     (outside / "templates" / "default.jinja").write_text("s3cret")
@@ -153,6 +158,7 @@ HOSTILE = (
     _weights(torch.int8, "I8"),
     _weights(torch.bool, "BOOL"),
     _weights(torch.int64, "I64"),
+    Hostile("an index of nothing", _empty_index, "index.json has an empty weight_map", CHECKING),
     Hostile("transformers_weights names a part", _part, "left from another save", READING),
     _of_weights("missing.safetensors is missing", transformers_weights="missing.safetensors"),
     _of_weights("config.json.*must name a file of the folder", transformers_weights="../other.safetensors"),

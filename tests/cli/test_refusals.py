@@ -1,5 +1,6 @@
 """Wrong input of every command: one line that names it, a status, and nothing lost or executed."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import generate, main
 from hf_hybrid_ssm.cli.errors import TRACEBACK
 from hf_hybrid_ssm.cli.parsing import is_path
+from hf_hybrid_ssm.planning import Setup
 from tests.tiny_models import build
 
 
@@ -38,7 +40,7 @@ def test_sizes_that_no_memory_has(copy, capsys):
     saved = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(saved | {"hidden_size": 10**15}))
     for command in ("check", "card", "plan"):
-        assert "no model of these sizes can be" in refused(capsys, command, copy)
+        assert "no model of this configuration can be" in refused(capsys, command, copy)
 
 
 def test_no_code_of_a_folder_is_executed(copy, tmp_path, capsys, monkeypatch):
@@ -240,6 +242,23 @@ def test_plan_looks_at_its_page_first(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "mine.md").read_text() == "Mine.\n"
 
 
+@pytest.mark.parametrize("page", [[], ["--markdown", "page.md"]], ids=["names", "page"])
+def test_plan_without_a_model_ignores_no_option(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_hybrid_ssm.planning.report.page", lambda *_: pytest.fail("planned for minutes"))
+    given = {"batch": "1", "length": "8192", "gpus": "64", "dtype": "bfloat16", "optimizer": "sgd"}
+    given |= {"sharding": "fsdp2", "kernels": "torch"}
+    flags = [[f"--{name}", value] for name, value in given.items()] + [["--bf16"], ["--checkpointing"]]
+    flags += [["--json"]] if page else []
+    for options in flags:
+        said = refused(capsys, "plan", *page, *options, status=2)
+        assert f"{options[0]}: give FAMILY/PRESET or a FOLDER" in said
+    said = refused(capsys, "plan", *page, *(part for options in flags for part in options), status=2)
+    assert all(options[0] in said for options in flags)
+    assert {*given, "mixed_precision", "checkpointing"} == {field.name for field in dataclasses.fields(Setup)}
+    assert not list(tmp_path.iterdir())
+
+
 def test_lm_evals_own_refusals_are_one_line(checkpoint, capsys, monkeypatch):
     def unknown():
         raise ValueError("Tasks not found: nosuchtask\n")  # as it says
@@ -247,6 +266,24 @@ def test_lm_evals_own_refusals_are_one_line(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", unknown)
     given = ["run", "--model", "hf", "--model_args", f"pretrained={checkpoint}", "--tasks", "nosuchtask"]
     assert "nosuchtask" in refused(capsys, "eval", *given)
+
+
+OUTPUTS = {  # what is read comes after, and is not there: {missing}
+    "read": ("{model}", "{missing}", "--context", "{folder}", "--overwrite"),
+    "read below a file": ("{model}", "{missing}", "--context", "{file}/context"),
+    "convert": ("longhorn", "{missing}", "{file}"),
+    "export": ("{model}", "--full", "{file}", "--overwrite"),
+    "plan": ("--markdown", "{folder}"),
+    "upcycle": ("{missing}", "{file}", "--overwrite"),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_what_cannot_be_written_is_said_before_anything_is_read(case, checkpoint, tmp_path, capsys):
+    places = {"model": checkpoint, "missing": tmp_path / "missing", "folder": tmp_path, "file": tmp_path / "file"}
+    places["file"].touch()
+    said = refused(capsys, case.split()[0], *(part.format(**places) for part in OUTPUTS[case]))
+    assert str(places["missing"]) not in said and str(tmp_path) in said
 
 
 def test_the_demo_writes_into_no_file(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Recall tasks: who sees only a window fails them, who sees all does not, and no text is cut."""
 
+import argparse
 import json
 import random
 import re
@@ -7,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 from _lib.documents import train_tokenizer
+from lm_eval._cli.run import Run
 from lm_eval.api.model import LM
 from transformers import AutoModelForCausalLM
 
@@ -184,6 +186,11 @@ def test_a_chain_is_told_in_order_and_several_are_asked_in_another():
     assert all(len(re.findall(r"\d{5}", each.answer)) == 4 for each in asked)
 
 
+def lm_evals_options() -> argparse.ArgumentParser:
+    """Its own parser of what follows `run`."""
+    return Run(argparse.ArgumentParser().add_subparsers())._parser
+
+
 def test_the_command_line_finds_them_by_their_files():
     """Whatever --include_path names; other arguments stay."""
     given = ["run", "--model", "hf", "--tasks", "piqa,recall_pairs", "recall_needle", "--output_path", "recall_needle"]
@@ -191,6 +198,13 @@ def test_the_command_line_finds_them_by_their_files():
     wanted = [*given[:4], f"piqa,{file.format('pairs')}", file.format("needle"), *given[6:]]
     assert with_files(given) == wanted
     assert with_files(["run", "--tasks=recall_pairs,piqa"]) == ["run", f"--tasks={file.format('pairs')},piqa"]
+    for option in ("-t", "--task"):  # and other ways to write it
+        assert with_files([*given[:3], option, *given[4:]]) == [*wanted[:3], option, *wanted[4:]]
+    for option in ("-t", "-t=", "--task="):
+        found = with_files(["run", f"{option}recall_pairs,piqa", "--trackio_args", "a=recall_pairs"])
+        assert found == ["run", f"{option}{file.format('pairs')},piqa", "--trackio_args", "a=recall_pairs"]
+        parsed, _ = lm_evals_options().parse_known_args(found[1:])
+        assert parsed.tasks == [file.format("pairs"), "piqa"]
     assert with_tag(["recall", "piqa"]) == [*RECALL_TASKS, "piqa"]
     assert {path.stem for path in RECALL_FOLDER.glob("*.yaml")} == set(RECALL_TASKS)
     assert json.dumps(with_files(["run", "--metadata", '{"window": 64}'])) == json.dumps(

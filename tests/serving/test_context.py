@@ -428,7 +428,7 @@ def test_commands_refuse(folder, path, tmp_path, capsys, monkeypatch):
         assert words in capsys.readouterr().err
 
     refused("has 1 tokens, and a context is of at least 2", "read", folder, "-", "--context", path)
-    refused("is not a folder", "read", folder, "-", "--context", tmp_path / "no" / "book.safetensors")
+    refused("there is no folder", "read", folder, "-", "--context", tmp_path / "no" / "book.safetensors")
     other = save_checkpoint(tmp_path / "other", "encoder-decoder")
     refused("reads its source at once", "read", other, "-", "--context", path)
     refused("is not a context", "generate", folder, "--context", folder / "model.safetensors", "--prompt", "a")

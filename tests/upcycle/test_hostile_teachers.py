@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_hybrid_ssm.hub.verify import check_contents
 from hf_hybrid_ssm.upcycle import Keep, load_teacher, save_delta, upcycle
-from tests.cli.hostile import HOSTILE, Hostile
+from tests.cli.hostile import HOSTILE, Hostile, edited
 from tests.upcycle.teacher_files import in_cache, save_teacher
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pipes, and links are not for everybody")
@@ -41,10 +42,20 @@ def _shards(folder: Path, _: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "shard-00001-model-00001-of-00001.safetensors")
 
 
+CONFIG = r"config\.json: "
+# which raise errors of many kinds as transformers builds the model
+IMPOSSIBLE = {"num_key_value_heads": 0, "num_attention_heads": 0, "head_dim": 0, "hidden_act": "x", "hidden_size": -1}
+
+
+def _impossible(name: str, value: object) -> Hostile:
+    return Hostile(f"{name}={value!r}", lambda folder, _: edited(folder / "config.json", **{name: value}), CONFIG, ())
+
+
 OWN = (
     Hostile("pickled weights", _pickled, "pytorch_model.bin holds pickled weights, which are not read", ()),
     Hostile("an adapter", _adapter, "adapter_config.json is an adapter beside a model: merge it", ()),
     Hostile("shards of processes", _shards, "is a part of a checkpoint that several processes saved", ()),
+    *(_impossible(name, value) for name, value in (IMPOSSIBLE | {"pad_token_id": 999}).items()),
 )
 ALL = [hostile for hostile in (*HOSTILE, *OWN) if hostile.name not in OF_HYBRIDS]
 
@@ -91,6 +102,16 @@ def test_the_teacher_of_a_delta_is_checked_too(hostile, teacher, tmp_path):
     folder = changed(hostile, teacher, tmp_path)
     with pytest.raises(ValueError, match=hostile.message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "delta", teacher=folder)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_delta_of_an_impossible_configuration_is_refused_in_one_line(name, teacher, tmp_path):
+    known = load_teacher(teacher)
+    save_delta(upcycle(known, Keep([1], window=4), sink="constant")[0], tmp_path / "delta", known)
+    edited(tmp_path / "delta/config.json", **{name: IMPOSSIBLE[name]})
+    with pytest.raises(ValueError, match=CONFIG) as error:
+        check_contents(tmp_path / "delta")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 2500
 
 
 def test_a_folder_of_the_hubs_cache_has_templates(teacher, tmp_path):

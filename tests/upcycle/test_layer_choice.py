@@ -20,6 +20,7 @@ from hf_hybrid_ssm.upcycle import (
     upcycle,
     windowed_teacher,
 )
+from hf_hybrid_ssm.upcycle.choice import KEEP_BY
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, rank_layers_by_sensitivity, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking
 from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
@@ -360,7 +361,7 @@ def test_what_is_kept_is_checked_together():
 @pytest.mark.parametrize(
     ("parts", "by", "layers"),
     [
-        ([3, 0, 3], "recall", [0, 3]),
+        ([3, 0, 3], None, [0, 3]),
         ([(3, 0), [0, 0], (3, 0)], None, [(0, 0), (3, 0)]),
         (4, "group_recall", [(0, 0), (1, 0), (2, 0), (3, 0)]),
         (2, "even", [1, 3]),
@@ -371,6 +372,13 @@ def test_what_is_kept_is_checked_together():
 )
 def test_counts_shares_and_lists(parts, by, layers):
     assert choose_layers(recalling(), Keep(parts, by)).layers == layers
+
+
+@pytest.mark.parametrize("by", KEEP_BY)
+@pytest.mark.parametrize("parts", [[3], [(3, 0)], ()])
+def test_a_list_is_not_ranked(parts, by):
+    with pytest.raises(ValueError, match=f"by='{by}' chooses a count or share of layers, got the list parts="):
+        Keep(parts, by)
 
 
 def test_counts_are_of_layers_that_see_all_tokens():

@@ -59,11 +59,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _flags_of_a_model(args: argparse.Namespace) -> list[str]:
+    """Those that were given another value than their default and say something of one model alone: names of presets
+    have no training step, and the page has its own."""
+    flags = {"mixed_precision": "--bf16"}
+    given = [field.name for field in fields(Setup) if getattr(args, field.name) != field.default]
+    as_json = ["--json"] if args.json and args.markdown is not None else []
+    return [flags.get(name, f"--{name}") for name in given] + as_json
+
+
 def main(arguments: list[str]) -> int:
     parser = build_parser()
     args = parser.parse_intermixed_args(arguments)
     if args.model is not None and args.markdown is not None:
         parser.error("give FAMILY/PRESET, or --markdown, which is about all of them")
+    if args.model is None and (given := _flags_of_a_model(args)):
+        parser.error(f"{', '.join(given)}: give FAMILY/PRESET or a FOLDER too, and no --markdown")
     overrides = given_fields(args.fields)
     if args.markdown is not None:
         check_page(args.markdown)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.loading import loaded
-from hf_hybrid_ssm.cli.parsing import add_json, add_model, check_model_name, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, add_model, check_model_name, check_writable, parser_of
 from hf_hybrid_ssm.cli.progress import progress
 
 
@@ -37,10 +37,9 @@ def main(arguments: list[str]) -> int:
     if args.piece < 1:
         parser.error(f"--piece {args.piece} must be at least 1")
     check_model_name(args.model)
+    check_writable(args.context)
     if args.context.exists() and not args.overwrite:
         raise FileExistsError(f"{args.context} exists: choose another name, or give --overwrite.")
-    if not args.context.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{args.context.parent} is not a folder.")
     text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
 
     import torch

@@ -94,17 +94,25 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     return changed
 
 
-def without_memory(build: Callable[[], Any]) -> Any:
+def without_memory(build: Callable[[], Any], file: str | os.PathLike | None = None) -> Any:
     """The model that `build` makes, on the meta device: shapes, and no numbers.
 
+    Args:
+        file: which its configuration was read from, for errors.
+
     Raises:
-        ValueError: its sizes are beyond any memory.
+        ValueError: its sizes are beyond any memory, or no model has such values.
+        ImportError: it needs a package.
     """
     try:
         with torch.device("meta"):
             return build()
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ValueError(f"no model of these sizes can be: {in_one_line(error)}.") from error
+    except ImportError:
+        raise
+    except Exception as error:  # whatever a value raises that nobody expected
+        where = "" if file is None else f"{file}: "
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}no model of this configuration can be: {kind}{in_one_line(error)}") from error
 
 
 def check_fields(config_class: Any, names: Iterable[str]) -> None:

@@ -179,12 +179,12 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
         )
-    model = without_memory(lambda: family.load(architecture)(config))
+    model = without_memory(lambda: family.load(architecture)(config), folder / "config.json")
     expected = model.state_dict()
     places = tensors_of(folder)
     saved = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
     file_of = {name: folder / file for file, tensors in places.items() for name in tensors}
-    carried = _of_teacher(config) if is_delta(folder) else set()
+    carried = _of_teacher(folder, config) if is_delta(folder) else set()
     if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried):
         raise ValueError(f"{folder}: no weight file holds {few(missing)}, which {architecture} needs.")
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
@@ -201,13 +201,14 @@ def check_tensors(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in expected.items() if name not in _tied(model)}
 
 
-def _of_teacher(config: Any) -> set[str]:
+def _of_teacher(folder: Path, config: Any) -> set[str]:
     """The names of the tensors of a student's teacher."""
     from hf_hybrid_ssm.students.teacher import class_of
 
     if config.model_type != STUDENT:
         raise ValueError(f"a delta is of a student, and config.json is of a {config.model_type!r}.")
-    return set(without_memory(lambda: class_of(config.teacher_type)(config.teacher_config())).state_dict())
+    teacher_class, file = class_of(config.teacher_type), folder / "config.json"
+    return set(without_memory(lambda: teacher_class(config.teacher_config()), file).state_dict())
 
 
 def _tied(model: PreTrainedModel) -> set[str]:
@@ -365,7 +366,7 @@ def check_safetensors(folder: Path, config: Any) -> None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or getattr(config, "quantization_config", None) is not None:
         return
-    expected = without_memory(lambda: model_class(config)).state_dict()
+    expected = without_memory(lambda: model_class(config), folder / "config.json").state_dict()
     for file, tensors in places.items():
         for name in sorted(expected.keys() & tensors.keys()):
             check_dtype(folder / file, name, tensors[name][1], expected[name].dtype, model_class.__name__)

@@ -144,6 +144,8 @@ def weight_files(folder: Path) -> dict[str, list[str]]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index} has no weight_map from tensors to files.")
+    if not places:
+        raise ValueError(f"{index} has an empty weight_map: it names no file with weights.")
     if outside := sorted({name for name in places.values() if Path(name).name != name}):
         raise ValueError(f"{index} points outside its folder: {outside[0]!r}.")
     files: dict[str, list[str]] = {name: [] for name in sorted(set(places.values()))}

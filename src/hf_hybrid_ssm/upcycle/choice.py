@@ -32,11 +32,11 @@ class Keep:
         by: how a count or share is chosen: "recall" (`rank_by_recall`), "group_recall"
             (the same of key/value groups; `parts` is then a count or share of them), "kl"
             (`rank_layers_by_kl`), "sensitivity" (`rank_layers_by_sensitivity`), or "even" (evenly spaced); None: by
-            recall, evenly spaced with a warning if the teacher does not recall. A list needs none.
+            recall, evenly spaced with a warning if the teacher does not recall. With a list, None.
         window: W, the tokens that a token sees before its own where the teacher's sees all.
 
     Raises:
-        ValueError: there is no such count, share or ranking.
+        ValueError: there is no such count, share or ranking, or a list would be ranked.
     """
 
     parts: float | Sequence[Any] = 0.2
@@ -50,6 +50,8 @@ class Keep:
             raise ValueError(f"window={self.window!r} must be a number of tokens, at least 1.")
         if isinstance(self.parts, bool | str) or not isinstance(self.parts, int | float | Sequence):
             raise TypeError(f"parts={self.parts!r} must be a count (int), a share (float) or a list.")
+        if self.by is not None and not isinstance(self.parts, int | float):
+            raise ValueError(f"by={self.by!r} chooses a count or share of layers, got the list parts={self.parts!r}.")
 
     def parts_of(self, config: PreTrainedConfig) -> list[Any]:
         """The layers of a list, or its key/value groups, in ascending order; of a count or share as many as will be
