@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.hub.configurations import config_of_folder
+from hf_hybrid_ssm.models import family_of
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.measurement import Measurement, cache_bytes, decoding_state_bytes, measure_step
@@ -25,7 +27,18 @@ from hf_hybrid_ssm.planning.presets import meta_model, preset_config
 from hf_hybrid_ssm.planning.training_step import weights
 from hf_hybrid_ssm.students.initial import student_config
 from tests.students.teachers import TEACHERS, full_layers, teacher
-from tests.tiny_models import CASES, SIZES, VOCABULARY, WIDE_SPADE, WITHOUT_DROPOUT, built
+from tests.tiny_models import (
+    CASES,
+    COMBINATIONS,
+    EVERY,
+    SIZES,
+    VOCABULARY,
+    WIDE_SPADE,
+    WITHOUT_DROPOUT,
+    built,
+    classes_of,
+    config_of,
+)
 
 BATCH, LENGTH = 4, 192
 WITHIN = 0.05
@@ -293,6 +306,53 @@ def test_a_plan_is_made_of_what_is_measured(case):
         assert found.memory == held | steps
         assert (found.forward_flops, found.step_flops) == (step.forward_flops, step.step_flops)
         assert plan(config, setup_for(gpus=3)).step_flops == 3 * step.step_flops
+
+
+# every class of every family once, a bidirectional encoder's apart; a student's base model has its teacher's name
+HEADS = {
+    (EVERY[variant][0], name, "bidirectional" in variant): (variant, name)
+    for variant, name in COMBINATIONS
+    if name != "HybridStudentModel"
+}
+
+
+@pytest.mark.parametrize("variant, class_name", HEADS.values())
+def test_a_folder_is_planned_with_its_own_head(variant, class_name, tmp_path):
+    """Of every class that a folder can hold: its parameters, logits of a vocabulary or none, a state or none."""
+    model = classes_of(variant)[class_name](config_of(variant))
+    model.save_pretrained(tmp_path)
+    config = config_of_folder(tmp_path)
+    found = plan(config, Setup(batch=2, length=16, kernels="torch"))
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.memory["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
+    of_vocabulary = any(name in class_name for name in ("CausalLM", "MaskedLM", "ConditionalGeneration"))
+    has_state = class_name.endswith(("CausalLM", "ConditionalGeneration", "Model")) and "Encoder" not in class_name
+    assert of_vocabulary or not found.memory["logits"]
+    assert (found.state > 0) == (has_state and not family_of(config.model_type).is_classifier(config))
+    assert found.step_flops > sum(found.forward_flops.values()) > 0
+    if not of_vocabulary:  # the head's part is of classes, not of the vocabulary
+        assert (found.forward_flops["head"] > 0) == ("For" in class_name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_labels": 1}, {"num_labels": 3, "problem_type": "multi_label_classification"}, {"pad_token_id": None}],
+    ids=str,
+)
+def test_classifiers_of_values_and_without_padding_are_planned(fields):
+    config = config_of("longhorn", architectures=["LonghornForSequenceClassification"], **fields)
+    found = plan(config, Setup(batch=2, length=16))
+    assert not found.memory["logits"] and found.step_flops > 0
+
+
+def test_what_a_classifier_of_a_folder_keeps():
+    """Of a family whose configuration may be a language model's too: what real tensors keep."""
+    model = classes_of("longhorn")["LonghornForSequenceClassification"](config_of("longhorn", vocab_size=5000)).train()
+    config = config_of("longhorn", vocab_size=5000, architectures=["LonghornForSequenceClassification"])
+    with backend("torch"):
+        kept = bytes_kept(model, batch_for(model))
+    found = measure_step(config, setup_for(kernels="torch"))
+    assert found.logits == 0 and found.activations == pytest.approx(kept, rel=WITHIN)
 
 
 class OwnOps(TorchDispatchMode):

@@ -115,7 +115,11 @@ class Family:
         return {self.config: configuration, self.base: base} | dict.fromkeys(self.heads.values(), modeling)
 
     def main_class(self, config: Any) -> str:
-        """The name of the class that a configuration is for: a classifier, an encoder-decoder or a language model."""
+        """The name of the class that a configuration is for: the one it was saved with if that is of this family, else
+        a classifier, an encoder-decoder or a language model."""
+        saved: str = next(iter(config.architectures or ()), "")
+        if saved in self.heads.values():
+            return saved
         if self.is_classifier(config):
             return self.heads["MODEL_FOR_SEQUENCE_CLASSIFICATION"]
         return self.heads.get("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM") or self.heads["MODEL_FOR_CAUSAL_LM"]

@@ -19,9 +19,12 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.options_spade import AdaptiveSoftmax
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind
-from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
+from hf_hybrid_ssm.planning.presets import OF_VOCABULARY, has_state, head_of, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 from hf_hybrid_ssm.students.teacher import let_experts_be_fake
+
+VALUES = ("regression", "multi_label_classification")
+"""Problems of sequence classifiers whose labels are as many values as there are labels."""
 
 
 class SavedBytes:
@@ -81,10 +84,11 @@ class Measurement:
     Args:
         activations: bytes that the forward keeps for the backward, except logits.
         recomputed: bytes that the largest layer keeps once checkpointing computes it again; 0 without checkpointing.
-        logits: bytes of logits, of what the loss keeps of them, and of a gradient; 0 where no logits are formed.
+        logits: bytes of logits of the vocabulary, of what the loss keeps of them, and of a gradient; 0 where none are
+            formed. What other heads keep is among `activations`.
         forward_flops: operations of the forward by kind.
         step_flops: operations of forward and backward.
-        state: bytes of the cache of one decoded sequence of the row's length; 0 for a classifier.
+        state: bytes of the cache of one decoded sequence of the row's length; 0 for what does not decode.
     """
 
     activations: int
@@ -96,7 +100,9 @@ class Measurement:
 
 
 def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) -> Measurement:
-    """Run forward and backward of the configuration's language model (or classifier) on fake tensors.
+    """Run forward and backward of the configuration's model (`Family.main_class`) on fake tensors.
+
+    A base model has no loss of its own; it learns by the sum of its last hidden states.
 
     Without the backward, which takes as long as the rest, `step_flops` are those of the forward.
 
@@ -104,6 +110,8 @@ def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) 
         ValueError: the model is a mixture of experts.
     """
     model = meta_model(copy.deepcopy(config), setup.dtype)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = 0  # by which a classifier finds the last token of each row
     if model._can_set_experts_implementation():
         kind = getattr(config, "teacher_type", config.model_type)
         raise ValueError(
@@ -113,7 +121,7 @@ def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) 
         state = _decoded_bytes(_on_cpu(model), setup.length)
         model.train()  # filters that do not train have been computed by then, and are cached
         _leave_out_rare_bands(model)
-        inputs = _inputs(config, setup.batch, setup.length)
+        inputs = _inputs(model, setup.batch, setup.length)
         recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
         if blocks:
             recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
@@ -126,9 +134,10 @@ def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) 
                 outputs = model(**inputs)
             forward = by_kind(of_base, operations.counts.total())
             if backward:
-                outputs.loss.backward()
+                loss = getattr(outputs, "loss", None)
+                (outputs.last_hidden_state.sum() if loss is None else loss).backward()
     logits = 0
-    if outputs.logits is not None and not is_classifier(config):
+    if head_of(config) in OF_VOCABULARY and outputs.logits is not None:
         # the loss keeps log-probabilities, and their gradient is as large
         logits = outputs.logits.untyped_storage().nbytes() + sum(saved.head) + max(saved.head)
     return Measurement(
@@ -162,16 +171,16 @@ def decoding_state_bytes(config: PreTrainedConfig, lengths: Sequence[int], dtype
 
 @torch.no_grad()
 def _decoded_bytes(model: PreTrainedModel, length: int) -> int:
-    """The same of a model, which is then in evaluation mode. A classifier runs too, and has no cache."""
+    """The same of a model, which is then in evaluation mode. What does not decode runs too, and has no cache."""
     config = model.eval().config
     let_experts_be_fake(model)
-    if is_classifier(config):
-        model(**_inputs(config, 1, length))
+    if not has_state(config):
+        model(**_inputs(model, 1, length))
         return 0
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
     ids = torch.zeros(1, length, dtype=torch.int64)
     # logits of one token: a cache does not depend on them
-    options = {} if config.is_encoder_decoder else {"logits_to_keep": 1}
+    options = {"logits_to_keep": 1} if head_of(config) == "CAUSAL_LM" else {}
     return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).cache)
 
 
@@ -212,10 +221,21 @@ def _autocast(setup: Setup) -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.mixed_precision)
 
 
-def _inputs(config: PreTrainedConfig, rows: int, length: int) -> dict[str, torch.Tensor]:
-    shape = (rows, 2, length) if getattr(config, "paired_input", False) else (rows, length)
-    ids = torch.zeros(shape, dtype=torch.int64)
-    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if is_classifier(config) else ids}
+def _inputs(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Token ids, (rows, length) or two such texts in each row, and what the model's head learns from."""
+    config, head = model.config, head_of(model.config)
+    is_paired = head == "MULTIPLE_CHOICE" or getattr(config, "paired_input", False)
+    ids = torch.zeros((rows, 2, length) if is_paired else (rows, length), dtype=torch.int64)
+    of_rows = torch.zeros(rows, dtype=torch.int64)
+    if head in (*OF_VOCABULARY, "TOKEN_CLASSIFICATION"):
+        return {"input_ids": ids, "labels": ids}
+    if head == "QUESTION_ANSWERING":
+        return {"input_ids": ids, "start_positions": of_rows, "end_positions": of_rows}
+    if head == "SEQUENCE_CLASSIFICATION" and config.problem_type in VALUES:
+        return {"input_ids": ids, "labels": torch.zeros(rows, config.num_labels)}
+    if head in ("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE"):
+        return {"input_ids": ids, "labels": of_rows}
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder and head == "MODEL" else {})
 
 
 def _leave_out_rare_bands(model: PreTrainedModel) -> None:

@@ -6,6 +6,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hybrid_ssm.hub.configurations import without_memory
 from hf_hybrid_ssm.models import FAMILIES, family_of
 
+DECODERS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+OF_VOCABULARY = (*DECODERS, "MASKED_LM")
+"""Heads whose logits are of the vocabulary."""
+
 
 def preset_names() -> list[str]:
     """family/preset of every preset of every family."""
@@ -24,13 +28,21 @@ def preset_config(name: str) -> PreTrainedConfig:
     return family.load(family.config).preset(preset)
 
 
-def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is only for classification."""
-    return family_of(config.model_type).is_classifier(config)
+def head_of(config: PreTrainedConfig) -> str:
+    """What a configuration's model is for: its key of `Family.heads` without MODEL_FOR_, or MODEL for a base model."""
+    family = family_of(config.model_type)
+    heads = {name: table for table, name in reversed(family.heads.items())}  # the first of several with one class
+    return heads[family.main_class(config)].removeprefix("MODEL_FOR_")
+
+
+def has_state(config: PreTrainedConfig) -> bool:
+    """Whether its model decodes, or is the base of one that does."""
+    head = head_of(config)
+    return head in DECODERS or (head == "MODEL" and not family_of(config.model_type).is_classifier(config))
 
 
 def meta_model(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:
-    """The language model (or the classifier) of a configuration, on the meta device: shapes without memory."""
+    """The model of a configuration (`Family.main_class`), on the meta device: shapes without memory."""
     family = family_of(config.model_type)
     model_class = family.load(family.main_class(config))
     return without_memory(lambda: model_class._from_config(config, dtype=getattr(torch, dtype)))

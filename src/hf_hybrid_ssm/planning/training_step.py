@@ -19,7 +19,7 @@ class Plan:
         memory: kind → bytes on each device.
         forward_flops: kind → operations of the forward of one device's batch.
         step_flops: of forward and backward, over all devices.
-        state: bytes of one decoded sequence of the row's length, as the kernels keep it; 0 for a classifier.
+        state: bytes of one decoded sequence of the row's length, as the kernels keep it; 0 for what does not decode.
     """
 
     parameters: int
