@@ -320,7 +320,7 @@ def choosing(figures: Figures) -> str:
     recalls = [load(name)["best"] for name in ("mqar_families", "mqar_peers") if (RESULTS / f"{name}.json").is_file()]
     recalled = {found["model"]: found["accuracy_by_pairs"] for best in recalls for found in best}
     recalled["Qwen3-Next"] = recalled["Gated DeltaNet"]  # its recurrent layers, which alone were asked
-    compared = ("peers_books", "qwen3_next_books", "families_books")  # the later has more seeds
+    compared = ("mamba2_books", "peers_books", "families_books")
     differences = {name: found for file in compared for name, found in load(file)["differences"].items()}
     checked = load("comparison")["models"]
     rows = []

@@ -128,9 +128,9 @@ class UpcycleArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
-        student_settings(self.student())
         if self.keep_by is not None and not isinstance(self.keep, int | float):
             raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
+        student_settings(self.student())
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive.")
         if self.trained not in TRAINED:

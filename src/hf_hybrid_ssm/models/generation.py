@@ -84,12 +84,6 @@ class HybridGenerationMixin(_Mixed):
         Raises:
             ValueError: `seq_idx` or `cu_seq_lens_q` is given.
         """
-        for name in ("seq_idx", "cu_seq_lens_q"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name} says nothing of the tokens to come: `generate` reads packed rows by position_ids that "
-                    "begin anew with each document."
-                )
         if HOOKS.generate is not None and self.continues_texts:
             return HOOKS.generate(self, self._generate, prefix_cache, args, kwargs)
         if hasattr(prefix_cache, "generate") and self.continues_texts:  # of the package, given to exported code
@@ -99,6 +93,12 @@ class HybridGenerationMixin(_Mixed):
         return self._generate(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        for name in ("seq_idx", "cu_seq_lens_q"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} says nothing of the tokens to come: `generate` reads packed rows by position_ids that "
+                    "begin anew with each document."
+                )
         cache = take_cache(kwargs)
         token = _CALL.set(_Call(cache is not None))
         try:
