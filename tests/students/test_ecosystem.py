@@ -108,7 +108,9 @@ def test_a_cache_of_another_plan_or_batch_or_beside_checkpointing_is_refused():
     trained = copy.deepcopy(model).train()
     trained.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
-        trained(ids, cache=DynamicCache(config=model.config))
+        trained(ids, cache=cache)
+    empty = DynamicCache(config=model.config)
+    assert trained(ids, cache=empty).cache is None and empty.get_seq_length() == 0
 
 
 @pytest.mark.filterwarnings("ignore:layers .* keep the keys")  # such a file grows with the text

@@ -100,6 +100,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield beside
         _remove(folder, (*WEIGHTS, *TEXTS))
+        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
         for path in beside.iterdir():
             if path.is_dir():
                 shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
@@ -114,5 +115,3 @@ def _remove(folder: Path, patterns: tuple[str, ...]) -> None:
         for path in folder.glob(pattern):
             if path.is_file():
                 path.unlink()
-    if "chat_template.jinja" in patterns:
-        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)

@@ -32,6 +32,7 @@ from hf_hybrid_ssm.models.cache import (
     is_recurrent_state_layer,
     prepare_cache,
     read_rows,
+    refuse_while_recomputing,
 )
 from hf_hybrid_ssm.models.columns import ColumnRows, check_cache_without_states, with_columns
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
@@ -244,8 +245,8 @@ class HybridStudentModel(StudentMixin):
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            raise ValueError("cache cannot be used with gradient checkpointing, which would read its tokens twice.")
+        if refuse_while_recomputing(self, cache):
+            cache = None
         if use_cache or cache is not None:
             cache = prepare_cache(cache, self.config, *given.shape[:2])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding

@@ -246,7 +246,7 @@ def write_full(
 
     Args:
         folder: the delta.
-        target: to write into; what is there of earlier weights goes.
+        target: to write into; an earlier model there, with its tokenizer, goes once this one is whole.
         teacher: where the user says that the teacher is; None: see the environment variable `HF_HYBRID_SSM_TEACHER`.
 
     Raises:
